@@ -1,0 +1,1 @@
+"""Transformer and Mixture-of-Experts inference as fused CUDA kernels, without PyTorch."""

@@ -1,0 +1,186 @@
+"""What every op checks before it launches: library, device, dtype, named dimensions, aliasing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cufuse import device
+from cufuse.device import Array
+
+
+@dataclass
+class Bound:
+    """The arrays of a call, checked and contiguous, and the sizes of their dimensions."""
+
+    op: str
+    kind: str = "numpy"
+    dtype: Any = None  # the common dtype of the floating arrays
+    lead: tuple[int, ...] = ()  # the leading dimensions that "..." stands for
+    sizes: dict[str, int] = field(default_factory=dict)
+    arrays: dict[str, Array] = field(default_factory=dict)
+    like: Array = None  # any array of the call: tells kind and device
+
+    def __getitem__(self, name: str) -> Array:
+        return self.arrays.get(name)
+
+    @property
+    def rows(self) -> int:
+        """The product of the leading dimensions."""
+        return math.prod(self.lead)
+
+    def output(
+        self,
+        name: str,
+        out: Any,
+        shape: tuple[int, ...],
+        dtype: Any = None,
+        *,
+        may_alias: Collection[str] = (),
+    ) -> Array:
+        """Allocate an output, or check the caller's: shape, dtype, device, contiguity, aliasing.
+
+        `may_alias` names inputs that `out` may be, whole and in place; any other overlap raises.
+        """
+        dtype = np.dtype(self.dtype if dtype is None else dtype)
+        if out is None:
+            return device.empty(shape, dtype, self.like)
+        where = f"{self.op}: {name}"
+        kind = _kind(self.op, name, out)
+        if kind != self.kind:
+            raise TypeError(f"{where} is a {kind} array and the inputs are {self.kind} arrays")
+        if device.device_id(out) != device.device_id(self.like):
+            raise ValueError(f"{where} is on GPU {device.device_id(out)}, not with the inputs")
+        if out.dtype != dtype:
+            raise TypeError(f"{where} has dtype {out.dtype}, wanted {dtype}")
+        if tuple(out.shape) != tuple(shape):
+            raise ValueError(f"{where} is {_shape(out.shape)}, wanted {_shape(shape)}")
+        if not out.flags.c_contiguous or not getattr(out.flags, "writeable", True):
+            raise ValueError(f"{where} has to be C-contiguous and writable")
+        for other, array in self.arrays.items():
+            if array is None or not device.overlap(out, array):
+                continue
+            same = device.address(out) == device.address(array) and out.nbytes == array.nbytes
+            if not (same and other in may_alias):
+                raise ValueError(f"{where} shares memory with {other}; give it memory of its own")
+        return out
+
+
+def bind(op: str, *, strided: Collection[str] = (), **specs: tuple[Any, ...]) -> Bound:
+    """Bind named dimensions to sizes and check library, device and dtype of all arrays of a call.
+
+    Each spec is `(array, "m k")` or `(array, "m k", dtype)`. Names bind to sizes, a number is
+    itself, a leading `...` takes any number of dimensions (the same for all arrays that have it).
+    Without a dtype an array is floating (fp16, bf16 or fp32) and all such arrays share one dtype.
+    An array that is None is left out. Arrays come back C-contiguous; those named in `strided` only
+    need a contiguous last dimension. Raises TypeError for libraries and dtypes, ValueError for
+    sizes.
+    """
+    bound = Bound(op)
+    first: dict[str, str] = {}  # dimension -> how it was bound, for the message
+    float_name = lead_name = None
+    for name, (raw, dims, *rest) in specs.items():
+        if raw is None:
+            bound.arrays[name] = None
+            continue
+        try:
+            array = device.as_array(raw)
+        except TypeError as error:
+            raise TypeError(f"{op}: {name}: {error}") from None
+        kind = device.kind(array)
+        if bound.like is None:
+            bound.kind, bound.like = kind, array
+        elif kind != bound.kind:
+            raise TypeError(
+                f"{op}: {name} is a {kind} array and the others are {bound.kind} arrays; "
+                "move one of them (cupy.asarray, cupy.asnumpy)"
+            )
+        elif device.device_id(array) != device.device_id(bound.like):
+            raise ValueError(
+                f"{op}: {name} is on GPU {device.device_id(array)} and the others are on GPU "
+                f"{device.device_id(bound.like)}"
+            )
+        if rest:
+            if array.dtype != np.dtype(rest[0]):
+                raise TypeError(f"{op}: {name} has dtype {array.dtype}, wanted {np.dtype(rest[0])}")
+        elif array.dtype not in device.FLOAT_DTYPES:
+            raise TypeError(
+                f"{op}: {name} has dtype {array.dtype}, wanted float16, bfloat16 or float32"
+            )
+        elif float_name is None:
+            float_name, bound.dtype = name, array.dtype
+        elif array.dtype != bound.dtype:
+            raise TypeError(
+                f"{op}: {name} has dtype {array.dtype} and {float_name} has {bound.dtype}; "
+                "cast one of them"
+            )
+        names = dims.split()
+        if names[:1] == ["..."]:
+            names = names[1:]
+            lead = tuple(array.shape[: array.ndim - len(names)])
+            if array.ndim < len(names):
+                raise ValueError(_ndim_message(op, name, dims, array))
+            if lead_name is None:
+                lead_name, bound.lead = name, lead
+            elif lead != bound.lead:
+                raise ValueError(
+                    f"{op}: {name} is {_shape(array.shape)} and its leading dimensions differ from "
+                    f"those of {lead_name}, {_shape(bound.lead)}"
+                )
+        elif array.ndim != len(names):
+            raise ValueError(_ndim_message(op, name, dims, array))
+        for dim, size in zip(names, array.shape[array.ndim - len(names) :], strict=True):
+            wanted = int(dim) if dim.isdigit() else bound.sizes.setdefault(dim, size)
+            if size != wanted:
+                origin = first.get(dim, "")
+                raise ValueError(
+                    f"{op}: {name} is [{dims}] = {_shape(array.shape)} but "
+                    f"{origin or 'wanted'} {dim} = {wanted}"
+                )
+            first.setdefault(dim, f"{name} has")
+        bound.arrays[name] = _packed(array, name in strided)
+    return bound
+
+
+def option(op: str, name: str, value: Any, allowed: Collection[Any]) -> None:
+    """Raise ValueError unless value is one of the allowed ones."""
+    if value not in allowed:
+        raise ValueError(f"{op}: {name} is {value!r}, wanted one of {', '.join(map(str, allowed))}")
+
+
+def _packed(array: Array, strided: bool) -> Array:
+    """Copy an array unless a kernel can read it as it lies."""
+    if array.flags.c_contiguous:
+        return array
+    itemsize = array.dtype.itemsize
+    readable = (
+        array.ndim > 0
+        and array.strides[-1] == itemsize
+        and all(s >= 0 and s % itemsize == 0 for s in array.strides)
+        and all(s > 0 or n == 1 for s, n in zip(array.strides, array.shape, strict=True))
+    )
+    if strided and readable:
+        return array
+    if device.kind(array) == "cupy":
+        with device.on_device_of(array):
+            return device.require_cupy().ascontiguousarray(array)
+    return np.ascontiguousarray(array).view(type(array))
+
+
+def _kind(op: str, name: str, array: Any) -> str:
+    try:
+        return device.kind(array)
+    except TypeError as error:
+        raise TypeError(f"{op}: {name}: {error}") from None
+
+
+def _shape(shape: Collection[int]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def _ndim_message(op: str, name: str, dims: str, array: Array) -> str:
+    return f"{op}: {name} is {_shape(array.shape)}, wanted [{', '.join(dims.split())}]"

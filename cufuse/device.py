@@ -1,0 +1,245 @@
+"""Where arrays live and what the GPU is: the only file that asks the driver.
+
+An array is of one of three kinds. `numpy` arrays take the reference path, `cupy` arrays run the
+kernels on their GPU, and `twin` arrays run the same kernels, compiled by a C++ compiler, on the
+CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Array = Any  # numpy.ndarray, cupy.ndarray or TwinArray
+
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), bfloat16)
+
+INSTALL_CUPY = 'pip install "cufuse[cuda13]"'
+
+
+class Unsupported(NotImplementedError):
+    """An architecture or a model's feature that cufuse does not have; the text names both sides."""
+
+
+class TwinArray(np.ndarray):
+    """A NumPy array on which ops run their CUDA kernels on the CPU: slow, for tests."""
+
+
+def twin(x: Any) -> TwinArray:
+    """View an array-like as a TwinArray; contiguous input is not copied."""
+    return np.ascontiguousarray(x).view(TwinArray)
+
+
+def kind(x: Any) -> str:
+    """Return "numpy", "cupy" or "twin"; raises TypeError for anything else."""
+    if isinstance(x, TwinArray):
+        return "twin"
+    if isinstance(x, np.ndarray):
+        return "numpy"
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(x, cupy.ndarray):
+        return "cupy"
+    raise TypeError(f"expected a NumPy or CuPy array, got {type(x).__name__}")
+
+
+def is_gpu(x: Any) -> bool:
+    """Tell whether x lives on a GPU."""
+    return kind(x) == "cupy"
+
+
+def as_array(x: Any) -> Array:
+    """Take an array of any library without a copy.
+
+    Accepts NumPy and CuPy arrays, objects with `__cuda_array_interface__` and DLPack tensors. Lists
+    and scalars raise TypeError: their dtype would be a guess.
+    """
+    if isinstance(x, np.ndarray):
+        return x
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(x, cupy.ndarray):
+        return x
+    if hasattr(x, "__dlpack_device__"):
+        device_type = int(x.__dlpack_device__()[0])
+        return np.from_dlpack(x) if device_type == 1 else require_cupy().from_dlpack(x)
+    if hasattr(x, "__cuda_array_interface__"):
+        return require_cupy().asarray(x)
+    raise TypeError(f"expected a NumPy or CuPy array, got {type(x).__name__}")
+
+
+def namespace(array_kind: str) -> Any:
+    """Return the module that makes arrays of a kind (numpy for twins too)."""
+    return require_cupy() if array_kind == "cupy" else np
+
+
+def empty(shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
+    """Allocate an array of like's kind on like's device; its contents are undefined."""
+    return _allocate("empty", shape, dtype, like)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
+    """Allocate a zeroed array of like's kind on like's device."""
+    return _allocate("zeros", shape, dtype, like)
+
+
+def _allocate(how: str, shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
+    array_kind = kind(like)
+    if array_kind == "cupy":
+        with on_device_of(like):
+            return getattr(require_cupy(), how)(shape, dtype)
+    made = getattr(np, how)(shape, dtype)
+    return made.view(TwinArray) if array_kind == "twin" else made
+
+
+def device_id(x: Array) -> int:
+    """Return the GPU's number, or -1 for host memory."""
+    return x.device.id if kind(x) == "cupy" else -1
+
+
+def address(x: Array) -> int:
+    """Return the address of the first element."""
+    return x.data.ptr if kind(x) == "cupy" else x.ctypes.data
+
+
+def overlap(a: Array, b: Array) -> bool:
+    """Tell whether two contiguous arrays share memory."""
+    if device_id(a) != device_id(b) or not a.nbytes or not b.nbytes:
+        return False
+    first, second = address(a), address(b)
+    return first < second + b.nbytes and second < first + a.nbytes
+
+
+@contextlib.contextmanager
+def on_device_of(x: Array) -> Iterator[None]:
+    """Make x's GPU current inside the block and restore the caller's afterwards."""
+    cupy = sys.modules.get("cupy")
+    if (
+        cupy is None
+        or not isinstance(x, cupy.ndarray)
+        or cupy.cuda.runtime.getDevice() == x.device.id
+    ):
+        yield
+        return
+    with x.device:
+        yield
+
+
+def require_cupy() -> Any:
+    """Import CuPy, or raise Unsupported with the line that installs it."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise Unsupported(f"CuPy is not installed: {INSTALL_CUPY}") from error
+    return cupy
+
+
+@functools.cache
+def gpu_problem() -> str | None:
+    """Say in one sentence why no GPU can be used, or return None."""
+    if importlib.util.find_spec("cupy") is None:
+        return f"CuPy is not installed: {INSTALL_CUPY}"
+    try:
+        cupy = require_cupy()
+        if cupy.cuda.runtime.getDeviceCount() > 0:
+            return None
+        return "the CUDA driver finds no GPU"
+    except Exception as error:  # the driver's own errors have no common base class
+        return f"no GPU can be used ({error})"
+
+
+def gpu_available() -> bool:
+    """Tell whether CuPy is installed and finds a GPU."""
+    return gpu_problem() is None
+
+
+@dataclass(frozen=True)
+class GpuInfo:
+    """What kernels are chosen by, as the driver tells it."""
+
+    name: str
+    arch: str  # as NVRTC takes it: "90a" on Hopper, "80" on Ampere
+    sm_count: int
+    shared_bytes_per_block: int
+    memory_bytes: int
+    l2_bytes: int
+    driver: str
+    cuda_runtime: str
+
+
+# Architectures whose own instructions need the suffixed target.
+_SUFFIXED = {"90": "90a", "100": "100a", "103": "103a", "120": "120a", "121": "121a"}
+
+
+@functools.cache
+def gpu_info(gpu: int = 0) -> GpuInfo:
+    """Ask the driver about a GPU."""
+    runtime = require_cupy().cuda.runtime
+    properties = runtime.getDeviceProperties(gpu)
+    number = f"{properties['major']}{properties['minor']}"
+    return GpuInfo(
+        name=properties["name"].decode(),
+        arch=_SUFFIXED.get(number, number),
+        sm_count=properties["multiProcessorCount"],
+        shared_bytes_per_block=properties["sharedMemPerBlockOptin"],
+        memory_bytes=properties["totalGlobalMem"],
+        l2_bytes=properties["l2CacheSize"],
+        driver=_version(runtime.driverGetVersion()),
+        cuda_runtime=_version(runtime.runtimeGetVersion()),
+    )
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def as_stream(stream: Any) -> Any:
+    """Turn None, a CuPy stream, a `__cuda_stream__` object or a raw handle into a CuPy stream."""
+    cuda = require_cupy().cuda
+    if stream is None:
+        return cuda.get_current_stream()
+    if isinstance(stream, cuda.Stream | cuda.ExternalStream):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        return cuda.Stream.from_external(stream)
+    if isinstance(stream, int):
+        return cuda.ExternalStream(stream)
+    raise TypeError(
+        f"stream is a {type(stream).__name__}, expected None, a CuPy stream, an object with "
+        "__cuda_stream__ or an integer handle"
+    )
+
+
+class Scratch:
+    """Memory that kernels of one stream use between launches and that outlives CUDA graphs.
+
+    Kept for each device and stream, grown when needed and never freed while the process lives:
+    a captured graph goes on pointing into it.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[Any, ...], list[Array]] = {}
+
+    def get(self, name: str, size_bytes: int, like: Array, stream: Any = None) -> Array:
+        """Return at least size_bytes of uint8, zeroed when first allocated.
+
+        Whoever uses a named block leaves it as it found it, or never relies on its contents.
+        """
+        handle = as_stream(stream).ptr if kind(like) == "cupy" else 0
+        blocks = self._blocks.setdefault((name, device_id(like), handle), [])
+        if not blocks or blocks[-1].nbytes < size_bytes:
+            rounded = 1 << max(size_bytes - 1, 255).bit_length()
+            blocks.append(zeros((rounded,), np.uint8, like))
+        return blocks[-1]
+
+
+SCRATCH = Scratch()

@@ -1,0 +1,564 @@
+"""A .cu file and template values -> a Kernel: the only file that compiles or launches.
+
+GPU arrays: CuPy's RawModule over NVRTC, cached on disk by CuPy. Twin arrays: the same file built by
+g++ against `kernels_cu/host/`, cached beside it. `compile_offline` builds for any architecture
+without a GPU, with the very options that CuPy uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import functools
+import hashlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cufuse import device, structs
+from cufuse.device import Array
+
+OPTIONS = ("-std=c++17", "--fmad=false")
+HOST_FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-w",
+    "-fPIC",
+    "-DCUFUSE_HOST=1",
+)
+ARCHS = ("80", "86", "89", "90a", "100a", "120a")
+
+_CPP_TYPES = {
+    np.dtype(np.float32): "float",
+    np.dtype(np.float16): "cufuse::half",
+    device.bfloat16: "cufuse::bfloat16",
+    np.dtype(np.int32): "int",
+    np.dtype(np.int64): "long long",
+}
+
+
+class CompileError(RuntimeError):
+    """A kernel did not compile; the text is the compiler's and points into kernels_cu."""
+
+
+class KernelFault(RuntimeError):
+    """A kernel on the CPU twin hung or broke a rule of the hardware."""
+
+
+@functools.cache
+def sources() -> Path:
+    """Return the kernels_cu folder: inside the package, or one folder up in a checkout."""
+    here = Path(__file__).resolve().parent
+    for folder in (here / "kernels_cu", here.parent / "kernels_cu"):
+        if (folder / "device" / "hw.cuh").is_file():
+            return folder
+    raise RuntimeError("cufuse is installed without its kernels_cu folder; reinstall it")
+
+
+# ---- what was launched --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: its kernel, its shape and the global-memory bytes it has to move."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    block: int
+    size_bytes: int
+
+
+@dataclass
+class Record:
+    """The launches made inside `with record()`."""
+
+    dry: bool = False
+    launches: list[Launch] = field(default_factory=list)
+
+    @property
+    def size_bytes(self) -> int:
+        """All global-memory bytes counted."""
+        return sum(launch.size_bytes for launch in self.launches)
+
+
+_record: contextvars.ContextVar[Record | None] = contextvars.ContextVar("record", default=None)
+
+
+@contextlib.contextmanager
+def record(*, dry: bool = False) -> Iterator[Record]:
+    """Collect every launch made in the block; `dry` counts without compiling or running."""
+    made = Record(dry)
+    token = _record.set(made)
+    try:
+        yield made
+    finally:
+        _record.reset(token)
+
+
+def debug_level() -> int:
+    """Read CUFUSE_DEBUG: 1 names each compile, 2 each launch, 3 the source, 4 the SASS."""
+    value = os.environ.get("CUFUSE_DEBUG", "0")
+    return int(value) if value.isdigit() else 1
+
+
+def _log(text: str) -> None:
+    print(f"cufuse: {text}", file=sys.stderr)
+
+
+# ---- kernels ------------------------------------------------------------------------------------
+
+
+def cpp(value: Any) -> str:
+    """Write a template argument in C++: dtype, bool, int, or an enumerator such as "Act::gelu"."""
+    if isinstance(value, str):
+        return f"cufuse::{value}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    return _CPP_TYPES[np.dtype(value)]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instantiation of a `__global__` function that takes one struct by value."""
+
+    file: str
+    name: str
+    template: tuple[Any, ...]
+
+    @functools.cached_property
+    def expression(self) -> str:
+        """The kernel as C++ names it."""
+        arguments = ", ".join(cpp(value) for value in self.template)
+        return f"cufuse::{self.name}" + (f"<{arguments}>" if self.template else "")
+
+    @functools.cached_property
+    def argument(self) -> structs.Layout:
+        """The layout of its argument struct."""
+        return structs.kernel_argument(sources() / self.file, self.name)
+
+    def launch(
+        self,
+        grid: int | Sequence[int],
+        block: int,
+        args: Mapping[str, Any],
+        *,
+        like: Array,
+        shared_bytes: int = 0,
+        stream: Any = None,
+        cooperative: bool = False,
+        size_bytes: int | None = None,
+    ) -> None:
+        """Launch on like's device, asynchronously on `stream` (the current one when None).
+
+        `args` holds exactly the fields of the kernel's struct: arrays (or None) for pointers,
+        numbers for scalars. `size_bytes` is what the launch has to read and write in global memory,
+        all arrays once unless said otherwise. Bad field names raise TypeError.
+        """
+        grid = (grid,) if isinstance(grid, int) else tuple(grid)
+        if min(grid) < 1:
+            raise ValueError(f"{self.name}: grid {grid} is empty; guard empty input in the op")
+        packed = self._pack(args)
+        if size_bytes is None:
+            size_bytes = sum(
+                a.nbytes for a in args.values() if isinstance(a, np.ndarray) or _on_gpu(a)
+            )
+        recorded = _record.get()
+        if recorded is not None:
+            recorded.launches.append(Launch(self.name, grid, block, int(size_bytes)))
+            if recorded.dry:
+                return
+        if device.kind(like) == "twin":
+            _host_run(self, grid, block, packed, shared_bytes, cooperative)
+            return
+        with device.on_device_of(like):
+            self._launch_gpu(
+                grid, block, packed, shared_bytes, stream, cooperative, int(size_bytes)
+            )
+
+    def _pack(self, args: Mapping[str, Any]) -> np.ndarray:
+        layout = self.argument
+        if set(args) != set(layout.dtype.names or ()):
+            wrong = set(args).symmetric_difference(layout.dtype.names or ())
+            raise TypeError(
+                f"{self.name}: fields {sorted(wrong)} do not match struct {layout.name}"
+            )
+        packed = np.zeros((), layout.dtype)
+        for name, value in args.items():
+            if name in layout.pointers:
+                packed[name] = 0 if value is None else device.address(value)
+            else:
+                packed[name] = value
+        return packed
+
+    def _launch_gpu(
+        self,
+        grid: tuple[int, ...],
+        block: int,
+        packed: np.ndarray,
+        shared_bytes: int,
+        stream: Any,
+        cooperative: bool,
+        size_bytes: int,
+    ) -> None:
+        cupy = device.require_cupy()
+        gpu = cupy.cuda.runtime.getDevice()
+        function = _gpu_function(self, gpu, cooperative)
+        if shared_bytes > 48 * 1024:
+            _allow_shared(self, gpu, cooperative, shared_bytes)
+        on = device.as_stream(stream)
+        verbose = debug_level() >= 2 and not on.is_capturing()
+        if verbose:
+            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record(on)
+        function(grid, (block,), (packed,), shared_mem=shared_bytes, stream=on)
+        if verbose:
+            end.record(on)
+            end.synchronize()
+            ms = cupy.cuda.get_elapsed_time(start, end)
+            _log(
+                f"{self.expression} grid {grid} block {block}: {ms * 1e3:.1f} us, "
+                f"{size_bytes / ms / 1e6:.0f} GB/s"
+            )
+
+
+def _on_gpu(x: Any) -> bool:
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(x, cupy.ndarray)
+
+
+@functools.cache
+def kernel(file: str, name: str, *template: Any) -> Kernel:
+    """Return the instantiation `name<template...>` of a kernels_cu file; compiled when used."""
+    return Kernel(file, name, template)
+
+
+# ---- GPU ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def digest() -> str:
+    """Hash every header of kernels_cu: CuPy's disk cache does not see what a source includes."""
+    state = hashlib.sha256()
+    for path in sorted(sources().rglob("*.cuh")):
+        state.update(path.name.encode() + b"\0" + path.read_bytes())
+    return state.hexdigest()[:32]
+
+
+@functools.cache
+def source_text(file: str) -> str:
+    """Return what is handed to NVRTC: the headers' digest, then the file under its own name."""
+    body = (sources() / file).read_text()
+    return f'// headers {digest()}\n#line 1 "kernels_cu/{file}"\n{body}'
+
+
+def options(arch: str) -> tuple[str, ...]:
+    """Return the options we pass to NVRTC; CuPy puts its own around them."""
+    return (*OPTIONS, f"-I{sources()}", f"-arch=sm_{arch}")
+
+
+@functools.cache
+def _gpu_function(made: Kernel, gpu: int, cooperative: bool) -> Any:
+    cupy = device.require_cupy()
+    arch = device.gpu_info(gpu).arch
+    code = source_text(made.file)
+    if debug_level() >= 3:
+        _log(code)
+    begin = time.perf_counter()
+    module = cupy.RawModule(
+        code=code,
+        options=options(arch),
+        name_expressions=(made.expression,),
+        enable_cooperative_groups=cooperative,
+    )
+    try:
+        function = module.get_function(made.expression).kernel
+    except cupy.cuda.compiler.CompileException as error:
+        raise CompileError(f"{made.expression} for sm_{arch}: {error}") from error
+    if debug_level() >= 1:
+        _log(f"compiled {made.expression} for sm_{arch} in {time.perf_counter() - begin:.2f} s")
+    if debug_level() >= 4:
+        _log(_sass(compile_offline(made, arch).cubin))
+    return function
+
+
+def _sass(cubin: bytes) -> str:
+    tool = shutil.which("cuobjdump")
+    if tool is None:
+        return "no cuobjdump on the PATH to show the SASS with"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True).stdout
+
+
+@functools.cache
+def _allow_shared(made: Kernel, gpu: int, cooperative: bool, shared_bytes: int) -> None:
+    limit = device.gpu_info(gpu).shared_bytes_per_block
+    if shared_bytes > limit:
+        raise device.Unsupported(
+            f"{made.name} needs {shared_bytes} bytes of shared memory and this GPU has {limit}"
+        )
+    driver = device.require_cupy().cuda.driver
+    attribute = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    driver.funcSetAttribute(_gpu_function(made, gpu, cooperative).ptr, attribute, shared_bytes)
+
+
+# ---- without a GPU ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of one instantiation."""
+
+    expression: str
+    arch: str
+    cubin: bytes
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+    seconds: float
+
+
+def offline_options(arch: str) -> tuple[str, ...]:
+    """Return all options of a compile for sm_`arch`, ours with CuPy's around them.
+
+    CuPy names the plain architecture after ours; of the two NVRTC keeps the suffixed one.
+    """
+    device.require_cupy()
+    from cupy._core import core
+
+    return (
+        *core.assemble_cupy_compiler_options(options(arch)),
+        "-ftz=true",
+        f"-arch=sm_{arch.rstrip('af')}",
+        "--device-as-default-execution-space",
+    )
+
+
+def compile_offline(made: Kernel, arch: str) -> Compiled:
+    """Compile one instantiation for sm_`arch` without a GPU and read ptxas' report.
+
+    Raises CompileError with NVRTC's text.
+    """
+    compiler = device.require_cupy().cuda.compiler
+    log = io.StringIO()
+    begin = time.perf_counter()
+    program = compiler._NVRTCProgram(
+        source_text(made.file), made.file, name_expressions=(made.expression,), method="cubin"
+    )
+    try:
+        cubin, _ = program.compile((*offline_options(arch), "--ptxas-options=-v"), log)
+    except compiler.CompileException as error:
+        raise CompileError(f"{made.expression} for sm_{arch}: {error}") from error
+    seconds = time.perf_counter() - begin
+    report = log.getvalue()
+
+    def number(pattern: str) -> int:
+        return max((int(n) for n in re.findall(pattern, report)), default=0)
+
+    return Compiled(
+        made.expression,
+        arch,
+        cubin,
+        registers=number(r"Used (\d+) registers"),
+        spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+        stack_bytes=number(r"(\d+) bytes stack frame"),
+        shared_bytes=number(r"(\d+) bytes smem"),
+        seconds=seconds,
+    )
+
+
+_INSTANTIATE = re.compile(r"^// instantiate: (\w+)(?:<(.*)>)?$", re.MULTILINE)
+_WORDS = {
+    "float": np.dtype(np.float32),
+    "half": np.dtype(np.float16),
+    "bfloat16": device.bfloat16,
+    "int": np.dtype(np.int32),
+    "true": True,
+    "false": False,
+}
+
+
+def samples() -> list[Kernel]:
+    """Return the instantiations named by the `// instantiate:` lines of all .cu files."""
+    found = []
+    for path in sorted(sources().rglob("*.cu")):
+        file = path.relative_to(sources()).as_posix()
+        lines = _INSTANTIATE.findall(path.read_text())
+        if not lines:
+            raise ValueError(f"kernels_cu/{file} has no `// instantiate:` line")
+        for name, arguments in lines:
+            words = [word.strip() for word in arguments.split(",")] if arguments else []
+            found.append(kernel(file, name, *(_template_value(word) for word in words)))
+    return found
+
+
+def _template_value(word: str) -> Any:
+    return _WORDS[word] if word in _WORDS else int(word) if word.lstrip("-").isdigit() else word
+
+
+# ---- the CPU twin -------------------------------------------------------------------------------
+
+_HOST_MAIN = """
+#include "{file}"
+
+template <typename Args>
+static const Args& argument_of(void (*)(const Args), const void* bytes) {{
+  return *static_cast<const Args*>(bytes);
+}}
+
+extern "C" int cufuse_run(const unsigned* grid, unsigned block, unsigned long long shared_bytes,
+                          int cooperative, unsigned long long seed, double seconds,
+                          const void* bytes, unsigned long long size_bytes, char* message,
+                          unsigned long long capacity) {{
+  constexpr auto kernel = {expression};
+  const auto& args = argument_of(kernel, bytes);
+  if (size_bytes != sizeof(args)) {{
+    std::snprintf(message, capacity, "the struct has %zu bytes, Python packed %llu", sizeof(args),
+                  size_bytes);
+    return 1;
+  }}
+  const std::string fault = cufuse::host::run_grid(
+      {{grid[0], grid[1], grid[2]}}, {{block, 1, 1}}, shared_bytes, cooperative, seed, seconds,
+      [&] {{ kernel(args); }});
+  std::snprintf(message, capacity, "%s", fault.c_str());
+  return !fault.empty();
+}}
+"""
+
+
+def host_compiler() -> str:
+    """Return the C++ compiler of the CPU twin; raises Unsupported if there is none."""
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(compiler) is None:
+        raise device.Unsupported(
+            f"the CPU twin needs a C++ compiler and {compiler} is not there: apt install g++"
+        )
+    return compiler
+
+
+def cache_folder() -> Path:
+    """Return the user's cache folder of cufuse (CUFUSE_CACHE_DIR, XDG_CACHE_HOME or ~/.cache)."""
+    base = os.environ.get("CUFUSE_CACHE_DIR")
+    if base:
+        return Path(base)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cufuse"
+
+
+@functools.cache
+def _host_digest() -> str:
+    state = hashlib.sha256(digest().encode())
+    version = subprocess.run([host_compiler(), "--version"], capture_output=True, text=True).stdout
+    state.update(" ".join((version, *HOST_FLAGS, *_host_target())).encode())
+    return state.hexdigest()
+
+
+@functools.cache
+def _host_target() -> tuple[str, ...]:
+    """Use the hardware's fused multiply-add where there is one; fmaf in software is slow."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ()
+    return ("-mfma",) if re.search(r"^flags\s*:.*\bfma\b", flags, re.MULTILINE) else ()
+
+
+@functools.cache
+def _host_header() -> Path:
+    """Precompile the twin's header: it is two thirds of every kernel's compile time."""
+    header = cache_folder() / "twin" / _host_digest()[:40] / "twin.hpp"
+    if not header.with_name("twin.hpp.gch").exists():
+        header.parent.mkdir(parents=True, exist_ok=True)
+        header.write_text('#include "host/hw.cuh"\n')
+        _host_compile(("-x", "c++-header", str(header)), header.with_name("twin.hpp.gch"))
+    return header
+
+
+def _host_compile(arguments: tuple[str, ...], target: Path) -> None:
+    """Run the C++ compiler; the target appears whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        built = Path(work) / target.name
+        command = [host_compiler(), *HOST_FLAGS, *_host_target(), f"-I{sources()}", *arguments]
+        done = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True)
+        if done.returncode:
+            raise CompileError(f"{target.name} on the CPU: {done.stderr[:4000]}")
+        built.replace(target)
+
+
+@functools.cache
+def _host_library(made: Kernel) -> Any:
+    main = _HOST_MAIN.format(file=made.file, expression=made.expression)
+    text = "\0".join((main, (sources() / made.file).read_text()))
+    folder = _host_header().parent
+    library = folder / f"{made.name}-{hashlib.sha256(text.encode()).hexdigest()[:40]}.so"
+    if not library.exists():
+        begin = time.perf_counter()
+        source = folder / f"{library.stem}-{os.getpid()}.cpp"
+        source.write_text(main)
+        header = ("-include", str(_host_header()))
+        try:
+            _host_compile(("-shared", *header, str(source), "-lpthread"), library)
+        finally:
+            source.unlink()
+        if debug_level() >= 1:
+            _log(f"compiled {made.expression} for the CPU in {time.perf_counter() - begin:.2f} s")
+    run = ctypes.CDLL(str(library)).cufuse_run
+    run.restype = ctypes.c_int
+    return run
+
+
+_seed: contextvars.ContextVar[int] = contextvars.ContextVar("seed", default=0)
+
+
+@contextlib.contextmanager
+def twin_seed(seed: int) -> Iterator[None]:
+    """Interleave the twin's threads differently inside the block."""
+    token = _seed.set(seed)
+    try:
+        yield
+    finally:
+        _seed.reset(token)
+
+
+def _host_run(
+    made: Kernel,
+    grid: tuple[int, ...],
+    block: int,
+    packed: np.ndarray,
+    shared_bytes: int,
+    cooperative: bool,
+) -> None:
+    run = _host_library(made)
+    sizes = (ctypes.c_uint * 3)(*grid, *(1,) * (3 - len(grid)))
+    message = ctypes.create_string_buffer(4096)
+    failed = run(
+        sizes,
+        ctypes.c_uint(block),
+        ctypes.c_ulonglong(shared_bytes),
+        ctypes.c_int(cooperative),
+        ctypes.c_ulonglong(_seed.get()),
+        ctypes.c_double(float(os.environ.get("CUFUSE_TWIN_SECONDS", "60"))),
+        ctypes.c_void_p(packed.ctypes.data),
+        ctypes.c_ulonglong(packed.nbytes),
+        message,
+        ctypes.c_ulonglong(len(message)),
+    )
+    if failed:
+        raise KernelFault(f"{made.name} on the CPU twin: {message.value.decode()}")

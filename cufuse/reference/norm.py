@@ -1,0 +1,29 @@
+"""RMSNorm and LayerNorm, with the rounding of each model family."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cufuse.reference._dtype import narrow, wide
+
+
+def rmsnorm(
+    x: np.ndarray,
+    weight: np.ndarray | None = None,
+    *,
+    residual: np.ndarray | None = None,
+    eps: float = 1e-5,
+    rounding: str = "cast_first",
+) -> tuple[np.ndarray, np.ndarray]:
+    """Normalise rows by their root mean square; returns (y, x + residual)."""
+    if residual is not None:
+        x = narrow(wide(x) + wide(residual), x)
+    v = wide(x)
+    normal = v / np.sqrt((v * v).mean(-1, keepdims=True) + v.dtype.type(eps))
+    if weight is None:
+        return narrow(normal, x), x
+    if rounding == "cast_first":
+        return narrow(wide(narrow(normal, x)) * wide(weight), x), x
+    if rounding == "scale_first":
+        return narrow(normal * wide(weight), x), x
+    return narrow(normal * (1 + wide(weight)), x), x

@@ -1,0 +1,76 @@
+"""Read a `struct` of a kernels_cu file into an aligned NumPy dtype: one source for a layout."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_FIELD = re.compile(
+    r"^(?:const\s+)?(?P<type>[A-Za-z_]\w*(?:\s+\w+)*?)(?:\s+const)?"
+    r"(?P<pointer>\s*\*\s*(?:const\s+)?(?:__restrict__\s+)?|\s+)(?P<name>\w+)$"
+)
+_SCALARS = {
+    "bool": np.dtype(np.bool_),
+    "int": np.dtype(np.int32),
+    "i32": np.dtype(np.int32),
+    "u32": np.dtype(np.uint32),
+    "unsigned": np.dtype(np.uint32),
+    "i64": np.dtype(np.int64),
+    "u64": np.dtype(np.uint64),
+    "float": np.dtype(np.float32),
+    "double": np.dtype(np.float64),
+}
+_POINTER = np.dtype(np.uint64)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A struct's fields in order, as the compiler lays them out."""
+
+    name: str
+    dtype: np.dtype
+    pointers: frozenset[str]
+
+
+@functools.cache
+def layout(path: Path, name: str) -> Layout:
+    """Return the layout of `struct name` in a kernels_cu file.
+
+    Fields are pointers and the scalars bool, int, i32, u32, unsigned, i64, u64, float, double.
+    Raises ValueError when the struct is missing or holds anything else.
+    """
+    text = _COMMENT.sub("", path.read_text())
+    found = re.search(rf"\bstruct\s+{name}\s*\{{(.*?)\}}\s*;", text, re.DOTALL)
+    if not found:
+        raise ValueError(f"{path.name}: no struct {name}")
+    fields: list[tuple[str, np.dtype]] = []
+    pointers = set()
+    for declaration in filter(None, (part.strip() for part in found[1].split(";"))):
+        field = _FIELD.match(" ".join(declaration.split()))
+        if not field:
+            raise ValueError(f"{path.name}: {name} has a field cufuse cannot read: {declaration}")
+        if "*" in field["pointer"]:
+            pointers.add(field["name"])
+            fields.append((field["name"], _POINTER))
+        elif field["type"] in _SCALARS:
+            fields.append((field["name"], _SCALARS[field["type"]]))
+        else:
+            raise ValueError(f"{path.name}: {name}.{field['name']} has type {field['type']}")
+    return Layout(name, np.dtype(fields, align=True), frozenset(pointers))
+
+
+@functools.cache
+def kernel_argument(path: Path, kernel: str) -> Layout:
+    """Return the layout of the one struct that `__global__ kernel` takes by value."""
+    text = _COMMENT.sub("", path.read_text())
+    found = re.search(
+        rf"\b{kernel}\s*\(\s*const\s+(?:__grid_constant__\s+)?(\w+)(?:<[^()]*>)?\s+\w+\s*\)", text
+    )
+    if not found:
+        raise ValueError(f"{path.name}: no __global__ {kernel}(const Struct args)")
+    return layout(path, found[1])

@@ -1,0 +1,354 @@
+// The twin of device/hw.cuh for g++: CUDA's words and our instructions in plain C++ on fibers.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "host/fibers.cuh"
+
+// ---- CUDA's words
+
+#define CUFUSE_DEVICE inline
+#define __device__
+#define __host__
+#define __global__ static
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __restrict__ __restrict
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+#define __shared__ static thread_local
+
+#define threadIdx (cufuse::host::cta->current->thread)
+#define blockIdx (cufuse::host::cta->block_index)
+#define blockDim (cufuse::host::cta->launch->block)
+#define gridDim (cufuse::host::cta->launch->grid)
+
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(8) int2 {
+  int x, y;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+using std::max;
+using std::min;
+
+inline float __uint_as_float(unsigned v) {
+  float f;
+  std::memcpy(&f, &v, sizeof f);
+  return f;
+}
+inline unsigned __float_as_uint(float v) {
+  unsigned u;
+  std::memcpy(&u, &v, sizeof u);
+  return u;
+}
+inline int __float_as_int(float v) { return static_cast<int>(__float_as_uint(v)); }
+inline float __int_as_float(int v) { return __uint_as_float(static_cast<unsigned>(v)); }
+inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __ffs(int v) { return __builtin_ffs(v); }
+inline int __clz(int v) { return v ? __builtin_clz(static_cast<unsigned>(v)) : 32; }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>((static_cast<std::uint64_t>(a) * b) >> 32);
+}
+inline long long __float2ll_rn(float v) { return std::llrint(v); }
+inline unsigned long long __float2ull_rn(float v) {
+  return static_cast<unsigned long long>(std::llrint(v));
+}
+inline int __float2int_rn(float v) { return static_cast<int>(std::lrint(v)); }
+inline float __ull2float_rn(unsigned long long v) { return static_cast<float>(v); }
+template <typename T>
+T __ldg(const T* p) {
+  return *p;
+}
+template <typename T>
+T __ldcs(const T* p) {
+  return *p;
+}
+inline void __nanosleep(unsigned) { cufuse::host::yield("__nanosleep"); }
+inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __trap() { cufuse::host::fail("__trap was executed"); }
+
+// ---- barriers, shuffles, votes
+
+inline void __syncthreads() { cufuse::host::block_barrier(false, "__syncthreads"); }
+inline int __syncthreads_count(int predicate) {
+  return static_cast<int>(cufuse::host::block_barrier(predicate != 0, "__syncthreads_count"));
+}
+inline int __syncthreads_or(int predicate) {
+  return cufuse::host::block_barrier(predicate != 0, "__syncthreads_or") != 0;
+}
+inline int __syncthreads_and(int predicate) {
+  return cufuse::host::block_barrier(predicate == 0, "__syncthreads_and") == 0;
+}
+
+inline void __syncwarp(unsigned mask = 0xffffffffu) {
+  cufuse::host::exchange(mask, 0, "__syncwarp", [](auto) { return 0; });
+}
+
+// The value of lane `source(lane)` within the calling lane's group of `width` lanes.
+template <typename T, typename Source>
+T cufuse_shuffle(unsigned mask, T value, const char* name, Source source) {
+  const unsigned lane = cufuse::host::current_lane();
+  return cufuse::host::exchange(mask, value, name, [&](auto box) {
+    const unsigned from = source(lane);
+    if (!(mask >> from & 1)) {
+      cufuse::host::fail(std::string(name) + ": reads a lane that is not named in the mask");
+    }
+    return box(from);
+  });
+}
+template <typename T>
+T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+  return cufuse_shuffle(mask, value, "__shfl_sync", [=](unsigned lane) {
+    return (lane & ~(width - 1u)) | (static_cast<unsigned>(source) & (width - 1u));
+  });
+}
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32) {
+  return cufuse_shuffle(mask, value, "__shfl_xor_sync", [=](unsigned lane) {
+    const unsigned from = lane ^ static_cast<unsigned>(lane_mask);
+    return from < (lane & ~(width - 1u)) + width ? from : lane;
+  });
+}
+template <typename T>
+T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+  return cufuse_shuffle(mask, value, "__shfl_down_sync", [=](unsigned lane) {
+    return (lane & (width - 1u)) + delta < static_cast<unsigned>(width) ? lane + delta : lane;
+  });
+}
+template <typename T>
+T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+  return cufuse_shuffle(mask, value, "__shfl_up_sync", [=](unsigned lane) {
+    return (lane & (width - 1u)) >= delta ? lane - delta : lane;
+  });
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+  return cufuse::host::exchange(mask, predicate != 0, "__ballot_sync", [=](auto box) {
+    unsigned votes = 0;
+    for (unsigned lane = 0; lane < 32; ++lane) {
+      if ((mask >> lane & 1) && box(lane)) votes |= 1u << lane;
+    }
+    return votes;
+  });
+}
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __all_sync(unsigned mask, int predicate) {
+  return __ballot_sync(mask, predicate) == mask;
+}
+
+// ---- atomics
+
+template <typename T>
+T atomicAdd(T* p, T v) {
+  static_assert(std::is_integral_v<T>, "floating-point atomics depend on the order of arrival");
+  return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+}
+template <typename T>
+T atomicOr(T* p, T v) {
+  return __atomic_fetch_or(p, v, __ATOMIC_RELAXED);
+}
+template <typename T>
+T atomicExch(T* p, T v) {
+  return __atomic_exchange_n(p, v, __ATOMIC_RELAXED);
+}
+template <typename T>
+T atomicMax(T* p, T v) {
+  T old = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (old < v &&
+         !__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return old;
+}
+template <typename T>
+T atomicMin(T* p, T v) {
+  T old = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (v < old &&
+         !__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return old;
+}
+
+namespace cufuse {
+
+using i32 = int;
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i64 = long long;
+using u64 = unsigned long long;
+
+constexpr u32 kFullMask = 0xffffffffu;
+
+template <typename T>
+T* dynamic_shared() {
+  return reinterpret_cast<T*>(host::dynamic_shared_bytes);
+}
+
+// ---- conversions, round to nearest even
+
+struct half {
+  u16 bits;
+};
+struct bfloat16 {
+  u16 bits;
+};
+
+inline float to_float(float v) { return v; }
+inline float to_float(bfloat16 v) { return __uint_as_float(static_cast<u32>(v.bits) << 16); }
+inline float to_float(half v) {
+  const u32 sign = static_cast<u32>(v.bits & 0x8000u) << 16;
+  const u32 exponent = v.bits >> 10 & 0x1f;
+  const u32 mantissa = v.bits & 0x3ffu;
+  if (exponent == 31) return __uint_as_float(sign | 0x7f800000u | mantissa << 13);
+  if (exponent) return __uint_as_float(sign | (exponent + 112) << 23 | mantissa << 13);
+  const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
+  return sign ? -magnitude : magnitude;
+}
+
+template <typename T>
+T from_float(float v);
+template <>
+inline float from_float<float>(float v) {
+  return v;
+}
+template <>
+inline bfloat16 from_float<bfloat16>(float v) {
+  const u32 u = __float_as_uint(v);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return {0x7fff};
+  return {static_cast<u16>((u + 0x7fffu + (u >> 16 & 1)) >> 16)};
+}
+template <>
+inline half from_float<half>(float v) {
+  const u32 u = __float_as_uint(v);
+  const u16 sign = static_cast<u16>(u >> 16 & 0x8000u);
+  const u32 magnitude = u & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return {0x7fff};
+  if (magnitude >= 0x477ff000u) return {static_cast<u16>(sign | 0x7c00u)};
+  if (magnitude < 0x38800000u) {  // subnormal or zero: a multiple of 2^-24
+    const long units = std::lrint(std::ldexp(static_cast<double>(__uint_as_float(magnitude)), 24));
+    return {static_cast<u16>(sign | units)};
+  }
+  const u32 rounded = magnitude + 0xfffu + (magnitude >> 13 & 1);
+  return {static_cast<u16>(sign | (rounded - 0x38000000u) >> 13)};
+}
+
+// ---- global memory
+
+inline uint4 load_stream(const void* p) { return *static_cast<const uint4*>(p); }
+inline u32 load_acquire(const u32* p) {
+  host::yield("load_acquire");
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+inline void store_release(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline u32 add_acq_rel(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+
+// ---- shared memory
+
+// Copies land when they are waited for, never earlier: a missing wait reads poison.
+inline void copy_async(void* shared, const void* source, u32 size_bytes) {
+  const auto misaligned = (reinterpret_cast<std::uintptr_t>(shared) |
+                           (size_bytes ? reinterpret_cast<std::uintptr_t>(source) : 0)) &
+                          15;
+  if (misaligned || size_bytes > 16) host::fail("copy_async: not a 16-byte aligned copy");
+  host::Fiber& fiber = *host::cta->current;
+  fiber.copies.push_back({shared, source, size_bytes, fiber.copy_groups});
+}
+inline void copy_async_commit() { ++host::cta->current->copy_groups; }
+template <int kPending>
+void copy_async_wait() {
+  host::Fiber& fiber = *host::cta->current;
+  std::vector<host::PendingCopy> later;
+  for (const host::PendingCopy& copy : fiber.copies) {
+    if (copy.group >= fiber.copy_groups - kPending) {
+      later.push_back(copy);
+      continue;
+    }
+    std::memset(copy.shared, 0, 16);
+    std::memcpy(copy.shared, copy.source, copy.size_bytes);
+  }
+  fiber.copies = std::move(later);
+}
+
+// ---- tensor cores
+
+inline void load_matrix_rows(u32 (&r)[4], const void* shared, bool transposed) {
+  const u32 lane = host::current_lane();
+  struct Pairs {
+    u32 r[4];
+  };
+  if (reinterpret_cast<std::uintptr_t>(shared) & 15) host::fail("load_matrix: misaligned row");
+  const Pairs pairs = host::exchange(kFullMask, shared, "load_matrix", [=](auto row_of) {
+    Pairs p;
+    for (u32 matrix = 0; matrix < 4; ++matrix) {
+      u32 word = 0;
+      for (u32 i = 0; i < 2; ++i) {
+        const u32 row = transposed ? lane % 4 * 2 + i : lane / 4;
+        const u32 column = transposed ? lane / 4 : lane % 4 * 2 + i;
+        const u16* source = static_cast<const u16*>(row_of(matrix * 8 + row));
+        word |= static_cast<u32>(source[column]) << (16 * i);
+      }
+      p.r[matrix] = word;
+    }
+    return p;
+  });
+  for (int i = 0; i < 4; ++i) r[i] = pairs.r[i];
+}
+inline void load_matrix(u32 (&r)[4], const void* shared) { load_matrix_rows(r, shared, false); }
+inline void load_matrix_transposed(u32 (&r)[4], const void* shared) {
+  load_matrix_rows(r, shared, true);
+}
+
+template <typename T>
+void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  struct Fragment {
+    u32 a[4], b[2];
+  };
+  struct Sums {
+    float c[4];
+  };
+  const Fragment mine{{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  const u32 lane = host::current_lane();
+  auto element = [](u32 word, u32 i) { return to_float(T{static_cast<u16>(word >> (16 * i))}); };
+  const Sums sums = host::exchange(kFullMask, mine, "mma_m16n8k16", [&](auto fragment) {
+    Sums s;
+    for (u32 i = 0; i < 4; ++i) {
+      const u32 row = lane / 4 + i / 2 * 8;
+      const u32 column = lane % 4 * 2 + i % 2;
+      float sum = 0.0f;
+      for (u32 k = 0; k < 16; ++k) {
+        const u32 pair = k % 8 / 2;
+        const Fragment left = fragment(row % 8 * 4 + pair);
+        const Fragment right = fragment(column * 4 + pair);
+        sum += element(left.a[row / 8 + k / 8 * 2], k % 2) * element(right.b[k / 8], k % 2);
+      }
+      s.c[i] = sum;
+    }
+    return s;
+  });
+  for (int i = 0; i < 4; ++i) c[i] += sums.c[i];
+}
+
+}  // namespace cufuse

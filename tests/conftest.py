@@ -1,0 +1,91 @@
+"""One body for three kinds of arrays: NumPy (reference), CuPy (`gpu`) and the CPU twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cufuse import device
+
+DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
+
+# Relative L2 error that one op may have against float64 on the same inputs.
+TOLERANCE = {"float32": 1e-5, "float16": 6e-4, "bfloat16": 4e-3}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without a GPU the gpu tests do not run; nothing else is ever skipped."""
+    if device.gpu_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture(
+    params=[
+        "numpy",
+        pytest.param("twin", marks=pytest.mark.cpu_kernels),
+        pytest.param("cupy", marks=pytest.mark.gpu),
+    ]
+)
+def to(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """Move a NumPy array to the kind of array under test."""
+    return {"numpy": np.asarray, "twin": device.twin, "cupy": _to_gpu}[request.param]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("twin", marks=pytest.mark.cpu_kernels),
+        pytest.param("cupy", marks=pytest.mark.gpu),
+    ]
+)
+def to_kernels(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """Move a NumPy array to where kernels run: the twin or the GPU."""
+    return {"twin": device.twin, "cupy": _to_gpu}[request.param]
+
+
+def _to_gpu(x: Any) -> Any:
+    import cupy
+
+    return cupy.asarray(x)
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """Bring a result back to NumPy."""
+    return np.asarray(x) if isinstance(x, np.ndarray) else x.get()
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Fresh random numbers; the seed is printed with a failure."""
+    seed = int(np.random.SeedSequence().entropy) % 2**32  # type: ignore[arg-type]
+    print(f"seed {seed}")
+    return np.random.default_rng(seed)
+
+
+def poisoned(shape: tuple[int, ...], dtype: Any, to: Callable[[Any], Any]) -> Any:
+    """Make an output full of NaN (or -1): an element that is not written is seen."""
+    fill = -1 if np.dtype(dtype).kind in "iu" else np.nan
+    return to(np.full(shape, fill, dtype))
+
+
+def relative_error(got: Any, wanted: np.ndarray) -> float:
+    """Return |got - wanted| / |wanted| in the L2 norm; infinite when anything is not finite."""
+    g, w = to_numpy(got).astype(np.float64), np.asarray(wanted, np.float64)
+    assert g.shape == w.shape, f"got {g.shape}, wanted {w.shape}"
+    if not np.isfinite(g).all():
+        return float("inf")
+    return float(np.linalg.norm(g - w) / max(np.linalg.norm(w), 1e-30))
+
+
+def assert_close(got: Any, wanted: np.ndarray, dtype: Any, factor: float = 1.0) -> None:
+    """Assert the dtype and the relative error of one op against its float64 oracle."""
+    assert got.dtype == np.dtype(dtype), f"dtype {got.dtype}, wanted {np.dtype(dtype)}"
+    error = relative_error(got, wanted)
+    limit = TOLERANCE[np.dtype(dtype).name] * factor
+    assert error <= limit, f"relative error {error:.3g} over {limit:.3g}"
