@@ -142,7 +142,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def assemble(config: Config, arrays: dict[str, Array]) -> Weights:
-    """Put arrays named as in `shapes` together; raises ValueError for a missing or misshapen one."""
+    """Put arrays named as in `shapes` together; raises ValueError for a missing or wrong one."""
     wanted = shapes(config)
     for name, shape in wanted.items():
         if name not in arrays:

@@ -1,0 +1,136 @@
+"""Neighbouring operations glued: a few launches a layer."""
+
+from __future__ import annotations
+
+from cufuse import ops
+from cufuse.config import Config
+from cufuse.device import Array
+from cufuse.engines import _parts
+from cufuse.ops.rmsnorm import Norm
+from cufuse.state import State
+from cufuse.weights import Layer, Weights
+
+
+def step(weights: Weights, state: State, tokens: Array, *, all_logits: bool = False) -> Array:
+    """Append tokens [batch, q_len] and return the logits of the last position."""
+    c = weights.config
+    _parts.check(weights, state, tokens)
+    x = _parts.embed(weights, state, tokens)
+    if c.norm_placement == "post":
+        _encoder_blocks(weights, state, x)
+    else:
+        for i, layer in enumerate(weights.layers):
+            attention = _attention(c, state, i, layer, x, _norm(c, layer.attn_norm))
+            ops.linear(attention, layer.out, layer.out_bias, residual=x, out=x)
+            _mlp(c, state, layer, x)
+    logits = _head(weights, state, x, all_logits)
+    state.advance(tokens.shape[1])
+    return logits
+
+
+def _norm(c: Config, weight: Array) -> Norm:
+    return Norm(weight, c.norm_eps, c.norm_rounding)
+
+
+def _attention(c: Config, state: State, i: int, layer: Layer, x: Array, norm: Norm | None) -> Array:
+    """[RMSNorm] + QKV + [QK-norm] + RoPE + append, then attention over the cache."""
+    batch, q_len, _ = x.shape
+    heads = (batch, q_len, c.n_heads, c.head_dim)
+    q = ops.qkv_rope_append(
+        x,
+        layer.qkv,
+        layer.qkv_bias,
+        cos=state.cos,
+        sin=state.sin,
+        start=state.start,
+        k_cache=state.k_cache[i],
+        v_cache=state.v_cache[i],
+        n_heads=c.n_heads,
+        norm=norm,
+        q_norm=layer.q_norm,
+        k_norm=layer.k_norm,
+        qk_eps=c.norm_eps,
+        qk_rounding=c.norm_rounding,
+        interleaved=c.rope_interleaved,
+        out=state.buffer("q", heads),
+    )
+    return _parts.attention(c, state, i, layer, q)
+
+
+def _mlp(c: Config, state: State, layer: Layer, x: Array) -> None:
+    """x += MLP(RMSNorm(x)), in place."""
+    batch, q_len, dim = x.shape
+    norm = _norm(c, layer.mlp_norm)
+    if c.n_experts:
+        rows = x.reshape(batch * q_len, dim)
+        routed = (batch * q_len, c.n_experts_per_token)
+        ids, gates = ops.moe_route(
+            rows,
+            layer.router,
+            layer.router_bias,
+            k=c.n_experts_per_token,
+            router=c.router,
+            renormalize=c.norm_topk_prob,
+            norm=norm,
+            out=(state.buffer("ids", routed, "int32"), state.buffer("gates", routed, "float32")),
+        )
+        ops.moe(
+            rows,
+            ids,
+            gates,
+            layer.gate,
+            layer.up,
+            layer.down,
+            b_gate=layer.gate_bias,
+            b_up=layer.up_bias,
+            b_down=layer.down_bias,
+            activation=c.activation,
+            limit=c.swiglu_limit,
+            alpha=c.swiglu_alpha,
+            residual=rows,
+            norm=norm,
+            out=rows,
+        )
+        return
+    hidden = state.buffer("hidden", (batch, q_len, c.hidden_dim))
+    if c.gated:
+        ops.gated_linear(
+            x,
+            layer.gate,
+            layer.up,
+            layer.gate_bias,
+            layer.up_bias,
+            activation=c.activation,
+            limit=c.swiglu_limit,
+            alpha=c.swiglu_alpha,
+            norm=norm,
+            out=hidden,
+        )
+    else:
+        ops.linear(x, layer.up, layer.up_bias, activation=c.activation, norm=norm, out=hidden)
+    ops.linear(hidden, layer.down, layer.down_bias, residual=x, out=x)
+
+
+def _encoder_blocks(weights: Weights, state: State, x: Array) -> None:
+    """Post-norm blocks (BERT): x = LN(x + Attn(x)); x = LN(x + MLP(x)), in place."""
+    c = weights.config
+    batch, q_len, _ = x.shape
+    hidden = state.buffer("hidden", (batch, q_len, c.hidden_dim))
+    summed = state.buffer("summed", x.shape)
+    for i, layer in enumerate(weights.layers):
+        attention = _attention(c, state, i, layer, x, None)
+        ops.linear(attention, layer.out, layer.out_bias, residual=x, out=summed)
+        _parts.post_norm(c, summed, layer.attn_norm, layer.attn_norm_bias, x)
+        ops.linear(x, layer.up, layer.up_bias, activation=c.activation, out=hidden)
+        ops.linear(hidden, layer.down, layer.down_bias, residual=x, out=summed)
+        _parts.post_norm(c, summed, layer.mlp_norm, layer.mlp_norm_bias, x)
+
+
+def _head(weights: Weights, state: State, x: Array, all_logits: bool) -> Array:
+    c = weights.config
+    if not c.has_head:
+        return x
+    rows = x if all_logits else _parts.last_rows(state, x)
+    logits = state.buffer("logits", (*rows.shape[:-1], c.vocab_size))
+    norm = _norm(c, weights.final_norm)
+    return ops.linear(rows, weights.head, norm=norm, out=logits)

@@ -1,0 +1,169 @@
+"""One launch for each elementary operation, intermediates through global memory."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cufuse import ops
+from cufuse.config import Config
+from cufuse.device import Array
+from cufuse.engines import _parts
+from cufuse.state import State
+from cufuse.weights import Layer, Weights
+
+
+def step(weights: Weights, state: State, tokens: Array, *, all_logits: bool = False) -> Array:
+    """Append tokens [batch, q_len] and return the logits of the last position."""
+    c = weights.config
+    _parts.check(weights, state, tokens)
+    x = _parts.embed(weights, state, tokens)
+    positions = _positions(state, tokens.shape[1])
+    h = state.buffer("h", x.shape)
+    o = state.buffer("o", x.shape)
+    for i, layer in enumerate(weights.layers):
+        if c.norm_placement == "pre":
+            _rmsnorm(c, x, layer.attn_norm, h)
+            _attention(c, state, i, layer, h, positions, o)
+            ops.add(x, o, out=x)
+            _rmsnorm(c, x, layer.mlp_norm, h)
+            _mlp(c, state, layer, h, o)
+            ops.add(x, o, out=x)
+        else:
+            _attention(c, state, i, layer, x, positions, o)
+            ops.add(x, o, out=h)
+            _parts.post_norm(c, h, layer.attn_norm, layer.attn_norm_bias, x)
+            _mlp(c, state, layer, x, o)
+            ops.add(x, o, out=h)
+            _parts.post_norm(c, h, layer.mlp_norm, layer.mlp_norm_bias, x)
+    if c.has_head:
+        rows = x if all_logits else _parts.last_rows(state, x)
+        h = state.buffer("h", rows.shape)
+        _rmsnorm(c, rows, weights.final_norm, h)
+        logits = state.buffer("logits", (*rows.shape[:-1], c.vocab_size))
+        x = ops.matmul(h, weights.head, out=logits)
+    state.advance(tokens.shape[1])
+    return x
+
+
+def _positions(state: State, q_len: int) -> Array:
+    """The position of every row: on the device already for one token, else counted by the host."""
+    if q_len == 1:
+        return state.start
+    positions = np.arange(state.length, state.length + q_len, dtype=np.int32)
+    return state.upload(np.tile(positions, state.batch))
+
+
+def _rmsnorm(c: Config, x: Array, weight: Array, out: Array) -> None:
+    ops.rmsnorm(x, weight, eps=c.norm_eps, rounding=c.norm_rounding, out=out)
+
+
+def _linear(x: Array, w: Array, b: Array | None, out: Array) -> Array:
+    ops.matmul(x, w, out=out)
+    if b is not None:
+        ops.add(out, b, out=out)
+    return out
+
+
+def _attention(
+    c: Config, state: State, i: int, layer: Layer, h: Array, positions: Array, o: Array
+) -> None:
+    """o = the attention block of h: projections, QK-norm, RoPE, append, scores, softmax, values."""
+    batch, q_len, _ = h.shape
+    ends = (0, c.q_dim, c.q_dim + c.kv_dim, c.q_dim + 2 * c.kv_dim)
+    q, k, v = (
+        _linear(
+            h,
+            layer.qkv[low:high],
+            None if layer.qkv_bias is None else layer.qkv_bias[low:high],
+            state.buffer(name, (batch, q_len, high - low)),
+        )
+        for name, low, high in zip("qkv", ends[:-1], ends[1:], strict=True)
+    )
+    heads = (batch, q_len, c.n_heads, c.head_dim)
+    kv_heads = (batch, q_len, c.n_kv_heads, c.head_dim)
+    if c.qk_norm != "none":
+        full = c.qk_norm == "full"
+        for x, weight, shape in ((q, layer.q_norm, heads), (k, layer.k_norm, kv_heads)):
+            rows = x if full else x.reshape(shape)
+            _rmsnorm(c, rows, weight, rows)
+    if c.rope_theta:
+        for x, shape in ((q, heads), (k, kv_heads)):
+            rows = x.reshape(batch * q_len, *shape[2:])
+            ops.rope(
+                rows, state.cos, state.sin, positions, interleaved=c.rope_interleaved, out=rows
+            )
+    ops.append(
+        k.reshape(kv_heads),
+        v.reshape(kv_heads),
+        state.start,
+        state.k_cache[i],
+        state.v_cache[i],
+    )
+    keys, values = state.keys(i), state.values(i)
+    if not c.causal:
+        keys, values = keys[:, :q_len], values[:, :q_len]
+    start = state.start if c.causal else None
+    seen = {"causal": c.causal, "window": c.layer_window(i)}
+    s = ops.scores(
+        q.reshape(heads),
+        keys,
+        start,
+        **seen,
+        out=state.buffer("scores", (batch, c.n_heads, q_len, keys.shape[1])),
+    )
+    ops.softmax(s, sinks=layer.sinks, out=s)
+    a = ops.values(s, values, out=state.buffer("attention", heads))
+    _linear(a.reshape(batch, q_len, c.q_dim), layer.out, layer.out_bias, o)
+
+
+def _mlp(c: Config, state: State, layer: Layer, h: Array, o: Array) -> None:
+    """o = the MLP, or the chosen experts, of h."""
+    if c.n_experts:
+        _experts(c, state, layer, h, o)
+        return
+    shape = (*h.shape[:-1], c.hidden_dim)
+    up = _linear(h, layer.up, layer.up_bias, state.buffer("up", shape))
+    if c.gated:
+        gate = _linear(h, layer.gate, layer.gate_bias, state.buffer("gate", shape))
+        up = _glu(c, gate, up)
+    else:
+        ops.activation(up, c.activation, out=up)
+    _linear(up, layer.down, layer.down_bias, o)
+
+
+def _glu(c: Config, gate: Array, up: Array) -> Array:
+    if c.swiglu_limit is not None:
+        return ops.glu(gate, up, limit=c.swiglu_limit, alpha=c.swiglu_alpha, out=gate)
+    ops.activation(gate, c.activation, out=gate)
+    return ops.mul(gate, up, out=gate)
+
+
+def _experts(c: Config, state: State, layer: Layer, h: Array, o: Array) -> None:
+    m, k = math.prod(h.shape[:-1]), c.n_experts_per_token
+    rows = h.reshape(m, c.dim)
+    logits = state.buffer("router", (m, c.n_experts), "float32")
+    ops.matmul(rows, layer.router, out=logits)
+    if layer.router_bias is not None:
+        ops.add(logits, layer.router_bias, out=logits)
+    if c.router == "softmax_topk":
+        ops.softmax(logits, out=logits)
+        normalize = "sum" if c.norm_topk_prob else "none"
+    else:
+        normalize = "softmax"
+    gates, ids = ops.topk(
+        logits,
+        k,
+        normalize=normalize,
+        out=(state.buffer("gates", (m, k), "float32"), state.buffer("ids", (m, k), "int32")),
+    )
+    shape = (m, k, c.hidden_dim)
+    gate = ops.expert_matmul(
+        rows, ids, layer.gate, layer.gate_bias, out=state.buffer("gate", shape)
+    )
+    up = ops.expert_matmul(rows, ids, layer.up, layer.up_bias, out=state.buffer("up", shape))
+    hidden = _glu(c, gate, up)
+    down = state.buffer("down", (m, k, c.dim))
+    ops.expert_matmul(hidden, ids, layer.down, layer.down_bias, out=down)
+    ops.combine(down, ids, gates, out=o.reshape(m, c.dim))

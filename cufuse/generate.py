@@ -1,0 +1,229 @@
+"""The token loop: takes a step, knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cufuse import device, ops
+from cufuse.device import Array
+from cufuse.state import State
+from cufuse.weights import Weights
+
+PREFILL_ROWS = 512  # a longer prompt goes through the step in pieces, so that buffers stay small
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn; temperature 0 takes the likeliest."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ValueError for a value out of range."""
+        for name, value, low, high in (
+            ("temperature", self.temperature, 0.0, float("inf")),
+            ("top_k", self.top_k, 0, float("inf")),
+            ("top_p", self.top_p, 0.0, 1.0),
+            ("min_p", self.min_p, 0.0, 1.0),
+        ):
+            if not low <= value <= high:
+                raise ValueError(f"sampling: {name} is {value}, wanted {low} to {high}")
+
+    def draw(self, logits: Array, state: State, out: Array) -> None:
+        """Draw one id per row of logits [batch, vocab_size] into out [batch]."""
+        if self.temperature == 0:
+            ops.argmax(logits, out=out)
+            return
+        ops.sample(
+            logits,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            step=state.start,
+            out=out,
+        )
+
+
+class Decoder:
+    """Prefill, then one token at a time; on a GPU the step is captured once and replayed.
+
+    Works on a stream of its own. `state.tokens` holds the last token drawn.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Array],
+        weights: Weights,
+        state: State,
+        sampling: Sampling | None = None,
+        *,
+        graph: bool = True,
+    ) -> None:
+        self.step_function = step
+        self.weights = weights
+        self.state = state
+        self.sampling = sampling or Sampling()
+        self.on_gpu = device.is_gpu(state.tokens)
+        self.use_graph = graph and self.on_gpu
+        self._graph: Any = None
+        self._warm = False
+        self.stream: Any = None
+        if self.on_gpu:
+            cuda = device.require_cupy().cuda
+            with device.on_device_of(state.tokens):
+                cuda.runtime.deviceSynchronize()  # whatever made the weights has ended
+                self.stream = cuda.Stream(non_blocking=True)
+
+    def prefill(self, ids: np.ndarray) -> None:
+        """Append a prompt, int32 [batch, n], and draw the first token."""
+        ids = np.ascontiguousarray(ids, np.int32)
+        self.state.check_room(ids.shape[1])
+        with _current(self.stream, self.state.tokens):
+            for begin in range(0, ids.shape[1], PREFILL_ROWS):
+                piece = np.ascontiguousarray(ids[:, begin : begin + PREFILL_ROWS])
+                tokens = self.state.upload(piece)
+                logits = self.step_function(self.weights, self.state, tokens)
+            self._draw(logits)
+
+    def decode(self) -> None:
+        """Append `state.tokens` and draw the next one, without waiting for it."""
+        self.state.check_room(1)
+        with _current(self.stream, self.state.tokens):
+            if self._graph is not None:
+                self._graph.launch(self.stream)
+                self.state.length += 1
+            elif self.use_graph and self._warm:
+                self._capture()
+                self._graph.launch(self.stream)
+            else:
+                self._run()
+                self._warm = True  # everything is compiled and allocated now
+
+    def ids(self) -> np.ndarray:
+        """Wait for the last draw and return it: int32 [batch].
+
+        Raises RuntimeError when the logits held a NaN.
+        """
+        if self.on_gpu:
+            with _current(self.stream, self.state.tokens):
+                drawn = self.state.tokens.get(stream=self.stream)
+            self.stream.synchronize()
+        else:
+            drawn = np.array(self.state.tokens)
+        if (drawn < 0).any():
+            raise RuntimeError(
+                f"the logits after {self.state.length} tokens hold a NaN: the weights or the "
+                "dtype's range are at fault (try dtype bfloat16 or float32)"
+            )
+        return drawn.reshape(-1)
+
+    def _run(self) -> None:
+        self._draw(self.step_function(self.weights, self.state, self.state.tokens))
+
+    def _draw(self, logits: Array) -> None:
+        self.sampling.draw(logits, self.state, self.state.tokens.reshape(-1))
+
+    def _capture(self) -> None:
+        self.stream.begin_capture()
+        try:
+            self._run()
+        finally:
+            self._graph = self.stream.end_capture()
+
+
+def generate(
+    step: Callable[..., Array],
+    weights: Weights,
+    ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_ids: Collection[int] = (),
+    graph: bool = True,
+) -> Iterator[int]:
+    """Yield up to max_new_tokens ids that follow `ids`; a stop id ends it and is not yielded.
+
+    Raises ValueError, before anything is launched, for an empty prompt, an id outside the
+    vocabulary, or a prompt that does not leave room for a token in the model's context.
+    """
+    c = weights.config
+    if not c.has_head:
+        raise device.Unsupported(f"generate: {c.name} is an encoder and has no next token")
+    prompt = check_ids("generate", ids, c.vocab_size)
+    if len(prompt) >= c.max_seq_len:
+        raise ContextError(
+            f"generate: the prompt has {len(prompt)} tokens and the context of {c.name} is "
+            f"{c.max_seq_len}; shorten it"
+        )
+    if max_new_tokens < 0:
+        raise ValueError(f"generate: max_new_tokens is {max_new_tokens}, wanted 0 or more")
+    limit = min(max_new_tokens, c.max_seq_len - len(prompt))
+    return _tokens(step, weights, prompt, limit, sampling, frozenset(stop_ids), graph)
+
+
+class ContextError(ValueError):
+    """A prompt is longer than the model's context."""
+
+
+def check_ids(op: str, ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """Return ids as int32 [n]; raises ValueError when empty or outside the vocabulary."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"{op}: ids is {list(array.shape)}, wanted [n] with at least one id")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{op}: ids has dtype {array.dtype}, wanted integers")
+    wrong = array[(array < 0) | (array >= vocab_size)]
+    if wrong.size:
+        raise ValueError(f"{op}: id {wrong[0]} is outside the vocabulary of {vocab_size}")
+    return array.astype(np.int32)
+
+
+def _tokens(
+    step: Callable[..., Array],
+    weights: Weights,
+    prompt: np.ndarray,
+    limit: int,
+    sampling: Sampling,
+    stop_ids: frozenset[int],
+    graph: bool,
+) -> Iterator[int]:
+    if limit == 0:
+        return
+    state = State(weights, capacity=len(prompt) + limit)
+    decoder = Decoder(step, weights, state, sampling, graph=graph)
+    decoder.prefill(prompt[None])
+    for made in range(1, limit + 1):
+        token = int(decoder.ids()[0])
+        if token in stop_ids:
+            return
+        yield token
+        if made < limit:
+            decoder.decode()
+
+
+class _current:
+    """Make a stream and its device current; does nothing without a stream."""
+
+    def __init__(self, stream: Any, like: Array) -> None:
+        self._stream = stream
+        self._device = device.on_device_of(like)
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+        if self._stream is not None:
+            self._stream.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._stream is not None:
+            self._stream.__exit__(*error)
+        self._device.__exit__(*error)

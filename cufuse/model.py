@@ -1,0 +1,185 @@
+"""Model: weights, tokenizer and engines behind three methods."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cufuse import checkpoint, engines, hub
+from cufuse import config as configs
+from cufuse import device as devices
+from cufuse import generate as loop
+from cufuse import weights as weights_module
+from cufuse.config import Config
+from cufuse.device import Array
+from cufuse.state import State
+from cufuse.tokenizer import Tokenizer
+from cufuse.weights import Weights
+
+_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+_KINDS = {"cuda": "cupy", "cpu": "numpy", "cpu-kernels": "twin"}
+
+
+class Model:
+    """A model that is ready to run. Made by `cufuse.load`."""
+
+    def __init__(self, weights: Weights, tokenizer: Tokenizer | None, where: str) -> None:
+        self.weights = weights
+        self.tokenizer = tokenizer
+        self.device = where
+
+    @property
+    def config(self) -> Config:
+        """Sizes and choices."""
+        return self.weights.config
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the weights and activations."""
+        return np.dtype(self.weights.dtype)
+
+    def __repr__(self) -> str:
+        millions = self.config.n_parameters / 1e6
+        return f"<cufuse.Model {self.config.name}: {millions:.0f} M, {self.dtype}, {self.device}>"
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        *,
+        engine: str = "fused",
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop_ids: Collection[int] | None = None,
+        graph: bool = True,
+    ) -> Iterator[int]:
+        """Yield the ids that follow a prompt, one by one.
+
+        ids: the prompt's ids, [n]
+        engine: "reference", "unfused" or "fused"
+        temperature: 0 takes the likeliest; top_k, top_p and min_p as in `ops.sample`
+        stop_ids: generation ends behind one of them; the tokenizer's when left out
+        graph: replay a CUDA graph of the step (GPU only)
+
+        Returns an iterator of at most max_new_tokens ids, fewer at the end of the context. The same
+        seed gives the same ids. Raises ValueError for ids, engine or sampling out of range, before
+        anything is launched.
+        """
+        if stop_ids is None:
+            stop_ids = self.tokenizer.eos_ids if self.tokenizer else ()
+        step = engines.get(self._engine(engine)).step
+        sampling = loop.Sampling(temperature, top_k, top_p, min_p, seed)
+        sampling.check()
+        return loop.generate(
+            step,
+            self.weights,
+            ids,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop_ids=stop_ids,
+            graph=graph,
+        )
+
+    def forward(self, ids: Sequence[int], *, engine: str = "fused") -> Array:
+        """Return the logits of every position of a prompt.
+
+        ids: [n]
+
+        Returns [n, vocab_size] (for an encoder the hidden states, [n, dim]) in the model's dtype, a
+        NumPy array on "cpu" and a CuPy array on "cuda". Raises ValueError as `generate`.
+        """
+        c = self.config
+        prompt = loop.check_ids("forward", ids, c.vocab_size)
+        if len(prompt) > c.max_seq_len:
+            raise loop.ContextError(
+                f"forward: {len(prompt)} tokens are more than the context of {c.name}, "
+                f"{c.max_seq_len}; shorten them"
+            )
+        state = self.state(len(prompt))
+        step = engines.get(self._engine(engine)).step
+        with devices.on_device_of(state.tokens):
+            return step(self.weights, state, state.upload(prompt[None]), all_logits=True)[0]
+
+    def state(self, capacity: int, *, batch: int = 1) -> State:
+        """Make an empty KV cache of `capacity` tokens for `batch` sequences."""
+        return State(self.weights, batch=batch, capacity=capacity)
+
+    def _engine(self, name: str) -> str:
+        engines.get(name)
+        if name == "reference" and self.device != "cpu":
+            raise devices.Unsupported(
+                f"the reference engine runs on the CPU and the model is on {self.device}; load it "
+                'with device="cpu"'
+            )
+        return name
+
+
+def load(
+    path_or_preset: str | Path,
+    *,
+    device: str = "cuda",
+    dtype: Any = None,
+    seed: int | None = None,
+) -> Model:
+    """Load a model from a file or folder, a pulled model by name, or a preset with random weights.
+
+    path_or_preset: a GGUF file, a folder with config.json and safetensors, the name of a model that
+        was pulled ("smollm2-135m"), or a preset ("tiny-moe"; `cufuse.config.PRESETS`)
+    device: "cuda", "cuda:1" or "cpu"
+    dtype: "float32", "float16" or "bfloat16"; bfloat16 on a GPU and float32 on the CPU if left out
+    seed: random weights of a preset with this seed, even when real ones were pulled
+
+    Returns a Model. Raises UnknownModel (a ValueError), FileNotFoundError, cufuse.Unsupported, or
+    ValueError for a damaged file.
+    """
+    kind, gpu = _place(device)
+    chosen = _dtype(dtype, kind)
+    name = str(path_or_preset)
+    if seed is None:
+        path = hub.find(name)
+        if path is not None:
+            weights, tokenizer = checkpoint.load(path, dtype=chosen, kind=kind, gpu=gpu)
+            return Model(weights, tokenizer, device)
+        if name in hub.PACKAGES:
+            raise NotPulled(
+                f"{name} is not on this machine: run `cufuse pull {name}`, or give a seed for "
+                "random weights of its shape"
+            )
+    config = configs.preset(name)
+    weights = weights_module.random(config, seed=seed or 0, dtype=chosen, kind=kind, gpu=gpu)
+    return Model(weights, None, device)
+
+
+class NotPulled(configs.UnknownModel):
+    """The weights of a known model have to be pulled first."""
+
+
+def _place(name: str) -> tuple[str, int]:
+    """Turn "cuda:1" into an array kind and a GPU number; raises when there is no such GPU."""
+    base, _, number = name.partition(":")
+    if base not in _KINDS or (number and not (base == "cuda" and number.isdigit())):
+        raise ValueError(f"load: device is {name!r}, wanted cuda, cuda:1 or cpu")
+    if base == "cuda":
+        problem = devices.gpu_problem()
+        if problem:
+            raise devices.Unsupported(f'device="cuda": {problem}; use device="cpu"')
+        count = devices.require_cupy().cuda.runtime.getDeviceCount()
+        if int(number or 0) >= count:
+            raise devices.Unsupported(f"device={name!r}: this machine has {count} GPU(s)")
+    return _KINDS[base], int(number or 0)
+
+
+def _dtype(dtype: Any, kind: str) -> np.dtype:
+    if dtype is None:
+        return np.dtype(np.float32 if kind == "numpy" else ml_dtypes.bfloat16)
+    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found is None or np.dtype(found) not in devices.FLOAT_DTYPES:
+        raise ValueError(f"load: dtype is {dtype!r}, wanted one of {', '.join(_DTYPES)}")
+    return np.dtype(found)

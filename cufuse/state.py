@@ -1,0 +1,121 @@
+"""What a decode keeps between steps: KV cache, positions, rotary tables, intermediate buffers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cufuse import device, jit, reference
+from cufuse.device import Array
+from cufuse.weights import Weights
+
+
+class State:
+    """The KV cache of `batch` sequences of up to `capacity` tokens, and all a step writes.
+
+    Everything a kernel reads lives on the weights' device at addresses that stay, so that a
+    captured step can be replayed: how many tokens the cache holds is `start`, an int32 [batch]
+    array there.
+    """
+
+    def __init__(self, weights: Weights, *, batch: int = 1, capacity: int) -> None:
+        c = weights.config
+        if not 1 <= capacity <= c.max_seq_len:
+            raise ValueError(
+                f"state: capacity is {capacity} tokens, wanted 1 to {c.max_seq_len}, the context "
+                f"of {c.name}"
+            )
+        if batch < 1:
+            raise ValueError(f"state: batch is {batch}, wanted at least 1")
+        self.config = c
+        self.batch = batch
+        self.capacity = capacity
+        self.length = 0  # tokens in the cache: what `start` holds, known to the host
+        self.like = weights.embedding
+        shape = (batch, c.n_kv_heads, capacity, c.head_dim)
+        self.k_cache = [device.zeros(shape, weights.dtype, self.like) for _ in range(c.n_layers)]
+        self.v_cache = [device.zeros(shape, weights.dtype, self.like) for _ in range(c.n_layers)]
+        self.start = device.zeros((batch,), np.int32, self.like)
+        self.tokens = device.zeros((batch, 1), np.int32, self.like)
+        self.cos: Array = None  # [capacity, rotary_dim / 2] float32
+        self.sin: Array = None
+        if c.rope_theta:
+            cos, sin = reference.rope_table(c, capacity)
+            self.cos, self.sin = self.upload(cos), self.upload(sin)
+        self._buffers: dict[str, list[Array]] = {}
+        self._uploads: dict[str, Array] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the KV cache."""
+        return sum(array.nbytes for array in (*self.k_cache, *self.v_cache))
+
+    def keys(self, layer: int) -> Array:
+        """The key cache of a layer as [batch, capacity, n_kv_heads, head_dim], a view."""
+        return self.k_cache[layer].transpose(0, 2, 1, 3)
+
+    def values(self, layer: int) -> Array:
+        """The value cache of a layer as [batch, capacity, n_kv_heads, head_dim], a view."""
+        return self.v_cache[layer].transpose(0, 2, 1, 3)
+
+    def upload(self, host: np.ndarray) -> Array:
+        """Copy a NumPy array to where the weights live."""
+        if device.kind(self.like) == "numpy":
+            return host
+        made = device.empty(host.shape, host.dtype, self.like)
+        _copy(made, host)
+        return made
+
+    def upload_once(self, name: str, host: np.ndarray) -> Array:
+        """As `upload`, kept under a name: later calls return the first one's array."""
+        if name not in self._uploads:
+            self._uploads[name] = self.upload(host)
+        return self._uploads[name]
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Array:
+        """Return an intermediate of that shape; the same memory for the same name.
+
+        Memory grows for a larger shape and is never given back while the state lives: a captured
+        step goes on writing to it.
+        """
+        dtype = np.dtype(self.like.dtype if dtype is None else dtype)
+        size = math.prod(shape)
+        blocks = self._buffers.setdefault(f"{name} {dtype}", [])
+        if not blocks or blocks[-1].size < size:
+            blocks.append(device.empty((max(size, 1),), dtype, self.like))
+        return blocks[-1][:size].reshape(shape)
+
+    def check_room(self, n: int) -> None:
+        """Raise ValueError when n more tokens do not fit; nothing has been written then."""
+        if self.length + n > self.capacity:
+            raise ValueError(
+                f"step: {n} more tokens do not fit: the cache holds {self.length} of "
+                f"{self.capacity}; make a State with a larger capacity"
+            )
+
+    def advance(self, n: int) -> None:
+        """Count n more tokens in the cache, here and (one launch) on the device."""
+        self.length += n
+        if device.kind(self.start) == "numpy":
+            self.start += np.int32(n)
+            return
+        jit.kernel("unfused/advance.cu", "advance").launch(
+            (self.batch + 31) // 32,
+            32,
+            {"start": self.start, "batch": self.batch, "n": n},
+            like=self.start,
+        )
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory stays."""
+        self.length = 0
+        _copy(self.start, np.zeros(self.batch, np.int32))
+
+
+def _copy(to: Array, host: np.ndarray) -> None:
+    if device.kind(to) == "cupy":
+        to.set(np.ascontiguousarray(host))
+    else:
+        to[...] = host
