@@ -158,6 +158,15 @@ inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask,
 inline int __all_sync(unsigned mask, int predicate) {
   return __ballot_sync(mask, predicate) == mask;
 }
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+  return cufuse::host::exchange(mask, value, "__reduce_max_sync", [=](auto box) {
+    unsigned largest = 0;
+    for (unsigned lane = 0; lane < 32; ++lane) {
+      if (mask >> lane & 1) largest = std::max(largest, box(lane));
+    }
+    return largest;
+  });
+}
 
 // ---- atomics
 
@@ -258,6 +267,7 @@ inline half from_float<half>(float v) {
 // ---- global memory
 
 inline uint4 load_stream(const void* p) { return *static_cast<const uint4*>(p); }
+inline void prefetch(const void*) {}
 inline u32 load_acquire(const u32* p) {
   host::yield("load_acquire");
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
