@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from cufuse import checks, device, jit
 from cufuse.config import Config
 from cufuse.device import Array
+from cufuse.reference import random as counter
 
 
 @dataclass
@@ -162,3 +168,117 @@ def assemble(config: Config, arrays: dict[str, Array]) -> Weights:
     if config.has_head and config.tied_embeddings:
         made.head = made.embedding
     return made
+
+
+# ---- a model that nobody trained ----------------------------------------------------------------
+
+_STD = 0.02  # of every matrix and both embeddings, the usual initialisation
+_NORM = (1.0, 0.2)  # center and half width of a norm's weight
+
+
+def random(
+    config: Config,
+    *,
+    seed: int = 0,
+    dtype: Any,
+    kind: str = "numpy",
+    gpu: int = 0,
+) -> Weights:
+    """Make the weights of a model that nobody trained, the same to the bit wherever they are made.
+
+    kind: "numpy", "cupy" (on `gpu`) or "twin"
+
+    Every number is uniform and a function of (seed, name of the tensor, index), so the first layers
+    of a cut model are those of the whole one. Matrices and embeddings have a standard deviation of
+    0.02; the router has dim^-0.5, which gives logits of about 1 and a top-k mass well below 1;
+    norm weights lie in [0.8, 1.2), biases in [-0.02, 0.02), sinks in [-0.5, 0.5). Returns Weights.
+    """
+    dtype = np.dtype(dtype)
+    if dtype not in device.FLOAT_DTYPES:
+        raise TypeError(f"random: dtype is {dtype}, wanted float16, bfloat16 or float32")
+    checks.option("random", "kind", kind, ("numpy", "cupy", "twin"))
+    _check_seed("random", seed)
+    arrays = {}
+    for name, shape in shapes(config).items():
+        center, half_width = _range(config, name)
+        arrays[name] = hash_uniform(
+            shape,
+            dtype,
+            seed=seed,
+            tensor=name,
+            half_width=half_width,
+            center=center,
+            kind=kind,
+            gpu=gpu,
+        )
+    return assemble(config, arrays)
+
+
+def _range(config: Config, name: str) -> tuple[float, float]:
+    """Return center and half width of a tensor's numbers."""
+    field = name.rpartition(".")[2]
+    if field.endswith("bias"):
+        return 0.0, 0.02
+    if field.endswith("norm"):
+        center, half_width = _NORM
+        return (center - 1.0 if config.norm_rounding == "one_plus" else center), half_width
+    if field == "sinks":
+        return 0.0, 0.5
+    std = config.dim**-0.5 if field == "router" else _STD
+    return 0.0, std * math.sqrt(3.0)  # a uniform of half width a has a deviation of a / sqrt(3)
+
+
+def hash_uniform(
+    shape: tuple[int, ...],
+    dtype: Any,
+    *,
+    seed: int,
+    tensor: str,
+    half_width: float,
+    center: float = 0.0,
+    kind: str = "numpy",
+    gpu: int = 0,
+) -> Array:
+    """Fill a new array with numbers uniform in [center - half_width, center + half_width).
+
+    tensor: its name; element i depends on (seed, tensor, i) alone
+    kind: "numpy", "cupy" (one launch on `gpu`) or "twin"
+
+    Returns the same bits for every kind.
+    """
+    _check_seed("hash_uniform", seed)
+    stream = _stream(tensor)
+    if kind == "numpy":
+        return counter.hash_uniform(
+            shape, dtype, seed=seed, stream=stream, half_width=half_width, center=center
+        )
+    where = device.require_cupy().cuda.Device(gpu) if kind == "cupy" else contextlib.nullcontext()
+    with where:
+        y = device.namespace(kind).empty(shape, dtype)
+        y = device.twin(y) if kind == "twin" else y
+        if y.size:
+            per_cta = 256 * (16 // y.dtype.itemsize)
+            args = {
+                "y": y,
+                "count": y.size,
+                "seed": seed,
+                "stream": stream,
+                "step": np.float32(half_width) * np.float32(2.0**-23),
+                "center": center,
+            }
+            kernel = jit.kernel("unfused/hash_uniform.cu", "hash_uniform", y.dtype)
+            kernel.launch(-(-y.size // per_cta), 256, args, like=y)
+    return y
+
+
+def _stream(tensor: str) -> int:
+    """Turn a tensor's name into 64 bits (FNV-1a); its place in the model plays no part."""
+    value = 0xCBF29CE484222325
+    for byte in tensor.encode():
+        value = (value ^ byte) * 0x100000001B3 % 2**64
+    return value
+
+
+def _check_seed(op: str, seed: int) -> None:
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"{op}: seed is {seed}, wanted 0 <= seed < 2^64")
