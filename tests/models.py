@@ -1,0 +1,104 @@
+"""Small models of every family's shape, for engine tests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from cufuse import engines, weights
+from cufuse.config import Config, RopeScaling
+from cufuse.state import State
+from cufuse.weights import Weights
+
+_BASE = Config(
+    name="small",
+    dim=72,
+    n_layers=2,
+    n_heads=3,
+    n_kv_heads=1,
+    head_dim=32,
+    hidden_dim=88,
+    vocab_size=131,
+    max_seq_len=96,
+)
+
+
+def _like(name: str, **changes: object) -> Config:
+    return dataclasses.replace(_BASE, name=name, **changes)  # type: ignore[arg-type]
+
+
+CONFIGS = {
+    config.name: config
+    for config in (
+        _like(
+            "llama",
+            rope_scaling=RopeScaling("llama3", 8.0, 32, low_freq_factor=1.0, high_freq_factor=4.0),
+            tied_embeddings=True,
+        ),
+        _like("interleaved", rope_interleaved=True, rope_partial=0.5, qkv_bias=True),
+        _like("qwen3", qk_norm="head", n_heads=4, n_kv_heads=2, norm_eps=1e-6),
+        _like("mistral", window=5, n_heads=2),
+        _like(
+            "olmoe",
+            qk_norm="full",
+            n_experts=5,
+            n_experts_per_token=2,
+            norm_topk_prob=False,
+            hidden_dim=40,
+        ),
+        _like("mixtral", n_experts=4, n_experts_per_token=2, hidden_dim=40),
+        _like(
+            "gpt-oss",
+            norm_rounding="scale_first",
+            swiglu_limit=7.0,
+            rope_theta=150000.0,
+            rope_scaling=RopeScaling("yarn", 4.0, 24, truncate=False),
+            qkv_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            sinks=True,
+            window=6,
+            window_every=2,
+            n_experts=4,
+            n_experts_per_token=2,
+            router="topk_softmax",
+            router_bias=True,
+            hidden_dim=40,
+        ),
+        _like(
+            "bert",
+            norm="layernorm",
+            norm_eps=1e-12,
+            norm_placement="post",
+            activation="gelu",
+            gated=False,
+            rope_theta=None,
+            causal=False,
+            qkv_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            n_token_types=2,
+            has_head=False,
+            n_heads=3,
+            n_kv_heads=3,
+        ),
+    )
+}
+
+
+def louder(made: Weights) -> Weights:
+    """Scale matrices up, so that a small model's logits differ enough to tell right from wrong."""
+    return made.map(lambda a: (a * np.float32(6)).astype(a.dtype) if a.ndim > 1 else a)
+
+
+def small(name: str, dtype: object = np.float32, seed: int = 0) -> Weights:
+    """Random weights of a small config, as NumPy arrays."""
+    return louder(weights.random(CONFIGS[name], seed=seed, dtype=dtype, kind="numpy"))
+
+
+def oracle(made: Weights, tokens: np.ndarray) -> np.ndarray:
+    """All logits of tokens [batch, n] by the reference engine in float64."""
+    exact = made.map(lambda a: a.astype(np.float64))
+    state = State(exact, batch=tokens.shape[0], capacity=tokens.shape[1])
+    return np.array(engines.get("reference").step(exact, state, tokens, all_logits=True))
