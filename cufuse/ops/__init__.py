@@ -5,5 +5,6 @@ arrays' device and the current stream, asynchronously.
 """
 
 from cufuse.ops.rmsnorm import rmsnorm
+from cufuse.ops.rope import rope
 
-__all__ = ["rmsnorm"]
+__all__ = ["rmsnorm", "rope"]

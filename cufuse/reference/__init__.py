@@ -5,5 +5,6 @@ dtype) and float64 (everything in float64: the oracle that tests compare with). 
 """
 
 from cufuse.reference.norm import rmsnorm
+from cufuse.reference.rope import rope, rope_frequencies, rope_table
 
-__all__ = ["rmsnorm"]
+__all__ = ["rmsnorm", "rope", "rope_frequencies", "rope_table"]

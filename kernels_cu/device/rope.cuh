@@ -1,0 +1,102 @@
+// Rotary position embedding of one head: rotate pairs in float32, round once.
+#pragma once
+
+#include "device/vec.cuh"
+
+namespace cufuse {
+
+// Which two values of a head make pair t of n_pairs:
+//   half_split   t and t + n_pairs (Llama, Qwen, Mistral: "NeoX")
+//   interleaved  2t and 2t + 1 (Cohere, DeepSeek: "GPT-J")
+enum class Pairing { half_split, interleaved };
+
+template <Pairing kPairing>
+CUFUSE_DEVICE int pair_first(int t, int n_pairs) {
+  return kPairing == Pairing::half_split ? t : 2 * t;
+}
+
+template <Pairing kPairing>
+CUFUSE_DEVICE int pair_second(int t, int n_pairs) {
+  return kPairing == Pairing::half_split ? t + n_pairs : 2 * t + 1;
+}
+
+// The pair (x, y) turned by the angle whose cosine and sine are given.
+CUFUSE_DEVICE float2 rotated(float x, float y, float cos, float sin) {
+  return make_float2(fmaf(x, cos, -(y * sin)), fmaf(y, cos, x * sin));
+}
+
+// cos and sin of one position; what lies outside the table turns a pair into NaN.
+struct Angles {
+  const float* cos;  // [n_pairs]; null outside the table
+  const float* sin;  // [n_pairs]
+  int n_pairs;
+};
+
+// The angles of a position in cos, sin [max_pos, n_pairs].
+CUFUSE_DEVICE Angles
+angles_at(const float* cos, const float* sin, i64 position, int max_pos, int n_pairs) {
+  if (position < 0 || position >= max_pos) return {nullptr, nullptr, n_pairs};
+  return {cos + position * n_pairs, sin + position * n_pairs, n_pairs};
+}
+
+CUFUSE_DEVICE float2 rotated(float x, float y, const Angles& angles, int t) {
+  if (!angles.cos) return make_float2(__int_as_float(0x7fffffff), __int_as_float(0x7fffffff));
+  return rotated(x, y, angles.cos[t], angles.sin[t]);
+}
+
+// How many units of work `rotate_head_unit` cuts a head into: first the pairs, then the tail. Every
+// access takes kVec values, so kVec divides head_dim and the number of rotated (half_split: paired)
+// values.
+template <Pairing kPairing, int kVec>
+CUFUSE_DEVICE int rotate_head_units(int n_pairs, int head_dim) {
+  constexpr int kPairs = kPairing == Pairing::half_split || kVec == 1 ? kVec : kVec / 2;
+  return n_pairs / kPairs + (head_dim - 2 * n_pairs) / kVec;
+}
+
+// Unit `unit` of a head: load, prepare(value, index) in float32, rotate, store. y may be x.
+template <Pairing kPairing, int kVec, typename T, typename Prepare>
+CUFUSE_DEVICE void rotate_head_unit(
+    const T* x, T* y, int unit, const Angles& angles, const Prepare& prepare) {
+  constexpr bool kTwoLoads = kPairing == Pairing::half_split || kVec == 1;
+  constexpr int kPairs = kTwoLoads ? kVec : kVec / 2;
+  const int n_units = angles.n_pairs / kPairs;
+  if (unit >= n_units) {  // the tail passes through
+    const int i = 2 * angles.n_pairs + (unit - n_units) * kVec;
+    auto group = load_vec<kVec>(x + i);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      group.v[j] = from_float<T>(prepare(to_float(group.v[j]), i + j));
+    }
+    store_vec<kVec>(y + i, group);
+    return;
+  }
+  const int t = unit * kPairs;
+  const int first = pair_first<kPairing>(t, angles.n_pairs);
+  const int second = pair_second<kPairing>(t, angles.n_pairs);
+  if constexpr (kTwoLoads) {
+    auto a = load_vec<kVec>(x + first);
+    auto b = load_vec<kVec>(x + second);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const float2 pair = rotated(prepare(to_float(a.v[j]), first + j),
+                                  prepare(to_float(b.v[j]), second + j), angles, t + j);
+      a.v[j] = from_float<T>(pair.x);
+      b.v[j] = from_float<T>(pair.y);
+    }
+    store_vec<kVec>(y + first, a);
+    store_vec<kVec>(y + second, b);
+  } else {
+    auto group = load_vec<kVec>(x + first);
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      const int i = first + 2 * j;
+      const float2 pair = rotated(prepare(to_float(group.v[2 * j]), i),
+                                  prepare(to_float(group.v[2 * j + 1]), i + 1), angles, t + j);
+      group.v[2 * j] = from_float<T>(pair.x);
+      group.v[2 * j + 1] = from_float<T>(pair.y);
+    }
+    store_vec<kVec>(y + first, group);
+  }
+}
+
+}  // namespace cufuse
