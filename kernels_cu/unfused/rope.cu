@@ -1,8 +1,10 @@
 // Pair t of a head becomes (a cos - b sin, b cos + a sin) at the angle of its row's position; what
 // is not rotated passes through. A CTA takes one row or a part of it, a thread one or two 16-byte
-// groups of a head. Bounded by memory: one read and one write of x. instantiate: rope<bfloat16,
-// Pairing::half_split, 8> instantiate: rope<half, Pairing::interleaved, 8> instantiate: rope<float,
-// Pairing::half_split, 1> instantiate: rope<float, Pairing::interleaved, 1>
+// groups of a head. Bounded by memory: one read and one write of x.
+// instantiate: rope<bfloat16, Pairing::half_split, 8>
+// instantiate: rope<half, Pairing::interleaved, 8>
+// instantiate: rope<float, Pairing::half_split, 1>
+// instantiate: rope<float, Pairing::interleaved, 1>
 #include "device/rope.cuh"
 
 namespace cufuse {
