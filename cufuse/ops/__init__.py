@@ -4,7 +4,24 @@ NumPy in gives NumPy out through the reference; CuPy in gives CuPy out through t
 arrays' device and the current stream, asynchronously.
 """
 
+from cufuse.ops.add_layernorm import add_layernorm
+from cufuse.ops.add_rmsnorm import add_rmsnorm
+from cufuse.ops.append import append
+from cufuse.ops.embed import embed
+from cufuse.ops.layernorm import layernorm
+from cufuse.ops.moe_route import moe_route
 from cufuse.ops.rmsnorm import rmsnorm
 from cufuse.ops.rope import rope
+from cufuse.ops.rope_append import rope_append
 
-__all__ = ["rmsnorm", "rope"]
+__all__ = [
+    "add_layernorm",
+    "add_rmsnorm",
+    "append",
+    "embed",
+    "layernorm",
+    "moe_route",
+    "rmsnorm",
+    "rope",
+    "rope_append",
+]

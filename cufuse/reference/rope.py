@@ -150,7 +150,7 @@ def rope(
     n_pairs = cos.shape[1]
     pairs = np.arange(n_pairs)
     first, second = (2 * pairs, 2 * pairs + 1) if interleaved else (pairs, pairs + n_pairs)
-    positions = np.asarray(positions)
+    positions = np.asarray(positions, np.int64)
     outside = (positions < 0) | (positions >= cos.shape[0])
     inside = np.where(outside, 0, positions)
     v = wide(x)

@@ -1,7 +1,7 @@
 // Rotary position embedding of one head: rotate pairs in float32, round once.
 #pragma once
 
-#include "device/vec.cuh"
+#include "device/norm.cuh"
 
 namespace cufuse {
 
@@ -96,6 +96,43 @@ CUFUSE_DEVICE void rotate_head_unit(
       group.v[2 * j + 1] = from_float<T>(pair.y);
     }
     store_vec<kVec>(y + first, group);
+  }
+}
+
+// What an RMSNorm of queries and keys takes its mean over: nothing, one head (Qwen3) or the full
+// projection (OLMo 2, OLMoE).
+enum class QkNorm { none, head, full };
+
+// rsqrt(mean(x^2) + eps) of one head by one warp, to every lane; the order of the sum depends on
+// head_dim and kVec alone.
+template <int kVec, typename T>
+CUFUSE_DEVICE float head_rms_scale(const T* x, int head_dim, float eps) {
+  float sum = 0.0f;
+  for (int i = threadIdx.x % 32 * kVec; i < head_dim; i += 32 * kVec) {
+    const auto group = load_vec<kVec>(x + i);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const float v = to_float(group.v[j]);
+      sum = fmaf(v, v, sum);
+    }
+  }
+  return rsqrtf(warp_sum(sum) / static_cast<float>(head_dim) + eps);
+}
+
+// One head by one warp: y = rotated(normalized(x)); without a weight nothing is normalised, without
+// pairs nothing is rotated.
+template <Pairing kPairing, Rounding kRounding, int kVec, typename T>
+CUFUSE_DEVICE void norm_rotate_head(
+    const T* x, T* y, int head_dim, const Angles& angles, const T* weight, float scale) {
+  const int units = rotate_head_units<kPairing, kVec>(angles.n_pairs, head_dim);
+  for (int unit = threadIdx.x % 32; unit < units; unit += 32) {
+    if (weight) {
+      rotate_head_unit<kPairing, kVec>(x, y, unit, angles, [=](float v, int i) {
+        return to_float(normalized<T, kRounding>(v, scale, to_float(weight[i])));
+      });
+    } else {
+      rotate_head_unit<kPairing, kVec>(x, y, unit, angles, [](float v, int) { return v; });
+    }
   }
 }
 

@@ -1,0 +1,165 @@
+"""QK-norm, RoPE and the cache append behind a QKV projection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cufuse import checks, jit, reference
+from cufuse.device import Array
+from cufuse.ops import _cache
+from cufuse.ops.rmsnorm import ROUNDINGS
+from cufuse.ops.rope import check_pairs, head_width, pairing
+
+_THREADS = 256
+_HEADS_PER_CTA = _THREADS // 32
+
+
+def qk_norm(op: str, n_heads: int, n_kv_heads: int, head_dim: int, q_norm: Any, k_norm: Any) -> str:
+    """Return what the norms take their mean over: "none", "head" or "full"; checks their sizes."""
+    spans = set()
+    for name, weight, heads in (("q_norm", q_norm, n_heads), ("k_norm", k_norm, n_kv_heads)):
+        if weight is None:
+            continue
+        size = weight.shape[0]
+        if size not in (head_dim, heads * head_dim):
+            raise ValueError(
+                f"{op}: {name} is [{size}], wanted [head_dim] = [{head_dim}] or the full "
+                f"projection, [{heads * head_dim}]"
+            )
+        if heads > 1:
+            spans.add("head" if size == head_dim else "full")
+    if len(spans) > 1:
+        raise ValueError(f"{op}: one of q_norm, k_norm is over a head and one is not; use one kind")
+    if spans:
+        return spans.pop()
+    return "none" if q_norm is None and k_norm is None else "head"
+
+
+def rope_append(
+    qkv: Array,
+    *,
+    start: Array,
+    k_cache: Array,
+    v_cache: Array,
+    n_heads: int,
+    cos: Array | None = None,
+    sin: Array | None = None,
+    q_norm: Array | None = None,
+    k_norm: Array | None = None,
+    qk_eps: float = 1e-5,
+    qk_rounding: str = "cast_first",
+    interleaved: bool = False,
+    out: Array | None = None,
+    stream: Any = None,
+) -> Array:
+    """Split a QKV projection, normalise and rotate queries and keys, append keys and values to the
+    cache, all in one launch.
+
+    qkv: [batch, q_len, (n_heads + 2 n_kv_heads) head_dim], rows of q, then k, then v
+    start: [batch] int32, tokens each sequence has in the cache; token i gets position start + i
+    k_cache, v_cache: [batch, n_kv_heads, capacity, head_dim], written in place; views with a
+        contiguous last dimension are fine; a token beyond the capacity is dropped
+    cos, sin: [max_pos, n_pairs] float32; without them nothing is rotated, beyond them lies NaN
+    q_norm, k_norm: RMSNorm weights, [head_dim] or over the full projection
+        ([n_heads head_dim], [n_kv_heads head_dim]); qk_rounding as in `rmsnorm`
+    out: [batch, q_len, n_heads, head_dim]
+
+    Returns the queries, [batch, q_len, n_heads, head_dim] in qkv's dtype. Raises ValueError for
+    sizes and TypeError for dtypes or mixed libraries.
+    """
+    op = "rope_append"
+    bound = checks.bind(
+        op,
+        strided=("k_cache", "v_cache"),
+        qkv=(qkv, "batch q_len n"),
+        start=(start, "batch", np.int32),
+        k_cache=(k_cache, "batch n_kv_heads capacity head_dim"),
+        v_cache=(v_cache, "batch n_kv_heads capacity head_dim"),
+        cos=(cos, "max_pos n_pairs", np.float32),
+        sin=(sin, "max_pos n_pairs", np.float32),
+        q_norm=(q_norm, "q_norm"),
+        k_norm=(k_norm, "k_norm"),
+    )
+    checks.option(op, "qk_rounding", qk_rounding, ROUNDINGS)
+    keys = _cache.writable(bound, op, "k_cache", k_cache)
+    values = _cache.writable(bound, op, "v_cache", v_cache)
+    batch, n_kv_heads, capacity, head_dim = keys.shape
+    q_len, n = bound.sizes["q_len"], bound.sizes["n"]
+    if n != (n_heads + 2 * n_kv_heads) * head_dim:
+        raise ValueError(
+            f"{op}: qkv has {n} columns, wanted (n_heads + 2 n_kv_heads) head_dim = "
+            f"({n_heads} + 2 x {n_kv_heads}) x {head_dim} = "
+            f"{(n_heads + 2 * n_kv_heads) * head_dim}"
+        )
+    if (cos is None) != (sin is None):
+        raise ValueError(f"{op}: cos and sin come together; one of them is missing")
+    n_pairs = 0 if cos is None else check_pairs(op, bound["cos"], head_dim)
+    norm = qk_norm(op, n_heads, n_kv_heads, head_dim, bound["q_norm"], bound["k_norm"])
+    q = bound.output("out", out, (batch, q_len, n_heads, head_dim))
+    if bound["qkv"].size == 0:
+        return q
+    if bound.kind == "numpy":
+        q[...] = reference.rope_append(
+            bound["qkv"],
+            start=bound["start"],
+            k_cache=keys,
+            v_cache=values,
+            n_heads=n_heads,
+            cos=bound["cos"],
+            sin=bound["sin"],
+            q_norm=bound["q_norm"],
+            k_norm=bound["k_norm"],
+            qk_eps=qk_eps,
+            qk_rounding=qk_rounding,
+            interleaved=interleaved,
+        )
+        return q
+    vec = _cache.strided_width(head_dim, bound["qkv"].reshape(-1, head_dim), q, keys, values)
+    if vec > 1:
+        vec = head_width(head_dim, n_pairs, interleaved, bound["qkv"], q)
+    kernel = jit.kernel(
+        "fused/rope_append.cu",
+        "rope_append",
+        bound.dtype,
+        pairing(interleaved),
+        f"QkNorm::{norm}",
+        f"Rounding::{qk_rounding if norm != 'none' else 'cast_first'}",
+        vec,
+    )
+    rows = batch * q_len
+    max_pos = 0 if cos is None else bound.sizes["max_pos"]
+    norms = sum(w.nbytes for w in (bound["q_norm"], bound["k_norm"]) if w is not None)
+    kernel.launch(
+        (rows, -(-(n_heads + 2 * n_kv_heads) // _HEADS_PER_CTA)),
+        _THREADS,
+        {
+            "qkv": bound["qkv"],
+            "cos": bound["cos"],
+            "sin": bound["sin"],
+            "start": bound["start"],
+            "q_weight": bound["q_norm"],
+            "k_weight": bound["k_norm"],
+            "q": q,
+            "k_cache": keys,
+            "v_cache": values,
+            **_cache.strides(keys, "k_batch_stride", "k_head_stride", "k_pos_stride"),
+            **_cache.strides(values, "v_batch_stride", "v_head_stride", "v_pos_stride"),
+            "q_len": q_len,
+            "n_heads": n_heads,
+            "n_kv_heads": n_kv_heads,
+            "head_dim": head_dim,
+            "n_pairs": n_pairs,
+            "max_pos": max_pos,
+            "capacity": capacity,
+            "qk_eps": qk_eps,
+        },
+        like=q,
+        stream=stream,
+        size_bytes=2 * bound["qkv"].nbytes
+        + bound["start"].nbytes
+        + norms
+        + 2 * min(rows, max_pos) * n_pairs * 4,
+    )
+    return q
