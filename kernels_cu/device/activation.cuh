@@ -1,0 +1,49 @@
+// Activations and gates of one value, in float32 with the accurate library functions.
+#pragma once
+
+#include "device/hw.cuh"
+
+namespace cufuse {
+
+// gelu is the exact one (erf); gelu_tanh its usual approximation, "gelu_new" in some models.
+enum class Act { none, relu, relu2, gelu, gelu_tanh, silu, quick_gelu };
+
+// plain: activate(gate) * up. clamped: gpt-oss's (up + 1) * gate * sigmoid(alpha * gate), with gate
+// cut off above `limit` and up on both sides.
+enum class Gate { plain, clamped };
+
+CUFUSE_DEVICE float sigmoid(float v) { return 1.0f / (1.0f + expf(-v)); }
+
+template <Act kAct>
+CUFUSE_DEVICE float activate(float v) {
+  if constexpr (kAct == Act::relu) {
+    return v < 0.0f ? 0.0f : v;  // NaN stays NaN
+  } else if constexpr (kAct == Act::relu2) {
+    return v < 0.0f ? 0.0f : v * v;
+  } else if constexpr (kAct == Act::gelu) {
+    return 0.5f * v * (1.0f + erff(v * 0.70710678118654752f));
+  } else if constexpr (kAct == Act::gelu_tanh) {
+    const float cubed = v * v * v;
+    return 0.5f * v * (1.0f + tanhf(0.79788456080286536f * fmaf(0.044715f, cubed, v)));
+  } else if constexpr (kAct == Act::silu) {
+    return v / (1.0f + expf(-v));
+  } else if constexpr (kAct == Act::quick_gelu) {
+    return v / (1.0f + expf(-1.702f * v));
+  } else {
+    return v;
+  }
+}
+
+// `limit` and `alpha` are read by the clamped gate alone.
+template <Gate kGate, Act kAct>
+CUFUSE_DEVICE float gated(float gate, float up, float limit, float alpha) {
+  if constexpr (kGate == Gate::clamped) {
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return (up + 1.0f) * gate * sigmoid(alpha * gate);
+  } else {
+    return activate<kAct>(gate) * up;
+  }
+}
+
+}  // namespace cufuse
