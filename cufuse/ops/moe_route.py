@@ -1,0 +1,114 @@
+"""Mixture of experts: choose the experts of each token, in one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cufuse import checks, device, jit, reference
+from cufuse.device import Array
+from cufuse.ops._vector import width
+from cufuse.ops.rmsnorm import ROUNDINGS, Norm
+
+ROUTERS = ("softmax_topk", "topk_softmax")
+
+# Tokens from which a CTA keeps several of them in shared memory and multiplies each router row it
+# has loaded by all; below, more CTAs finish sooner.
+_MANY_TOKENS = 64
+_SHARED_BYTES = 48 * 1024
+
+
+def moe_route(
+    x: Array,
+    w: Array,
+    b: Array | None = None,
+    *,
+    k: int,
+    router: str = "softmax_topk",
+    renormalize: bool = True,
+    norm: Norm | None = None,
+    out: tuple[Array | None, Array | None] | None = None,
+    stream: Any = None,
+) -> tuple[Array, Array]:
+    """Choose the k experts of each token and weigh them, in one launch.
+
+    x: [m, dim]
+    w: [n_experts, dim]
+    b: [n_experts]
+    router: "softmax_topk" takes the softmax over all experts and keeps its k largest (Mixtral,
+        OLMoE, Qwen3), "topk_softmax" the softmax over the k largest logits (gpt-oss)
+    renormalize: divide the weights by their sum; "topk_softmax" has a sum of one anyway
+    norm: an RMSNorm of x on the way in
+    out: (ids, weights)
+
+    Returns ids, int32 [m, k], heaviest first and ties to the lower id (NaN counts as the smallest),
+    and weights, float32 [m, k]. Logits are computed in float32 and not rounded. Raises ValueError
+    for sizes and TypeError for dtypes or mixed libraries.
+    """
+    bound = checks.bind(
+        "moe_route",
+        x=(x, "m dim"),
+        w=(w, "n_experts dim"),
+        b=(b, "n_experts"),
+        norm=(None if norm is None else norm.weight, "dim"),
+    )
+    checks.option("moe_route", "router", router, ROUTERS)
+    if norm is not None:
+        checks.option("moe_route", "norm.rounding", norm.rounding, ROUNDINGS)
+    m, dim, n_experts = (bound.sizes[name] for name in ("m", "dim", "n_experts"))
+    if not 1 <= k <= n_experts:
+        raise ValueError(f"moe_route: k = {k} and there are n_experts = {n_experts} to choose from")
+    ids_out, weights_out = out or (None, None)
+    ids = bound.output("out[0]", ids_out, (m, k), np.int32)
+    weights = bound.output("out[1]", weights_out, (m, k), np.float32)
+    if m == 0:
+        return ids, weights
+    if bound.kind == "numpy":
+        ids[...], weights[...] = reference.moe_route(
+            bound["x"],
+            bound["w"],
+            bound["b"],
+            k=k,
+            router=router,
+            renormalize=renormalize,
+            norm=None if norm is None else (bound["norm"], norm.eps, norm.rounding),
+        )
+        return ids, weights
+    # What a row takes in shared memory, filled up to whole chunks of 32 x 16 bytes.
+    row_bytes = -(-dim * bound.dtype.itemsize // 512) * 512
+    tokens = next((n for n in (8, 4) if m >= _MANY_TOKENS and n * row_bytes <= _SHARED_BYTES), 1)
+    tiles = -(-m // tokens)
+    arrays = {"x": bound["x"], "norm_weight": bound["norm"], "w": bound["w"], "b": bound["b"]}
+    kernel = jit.kernel(
+        "fused/moe_route.cu",
+        "moe_route",
+        bound.dtype,
+        f"Rounding::{'cast_first' if norm is None else norm.rounding}",
+        tokens,
+        width(dim, *arrays.values()),
+    )
+    experts = 8 if tokens == 1 else 16  # that a CTA takes
+    scratch = device.SCRATCH
+    kernel.launch(
+        (-(-n_experts // experts), min(tiles, 65535)),
+        256,
+        {
+            **arrays,
+            "logits": scratch.get("moe_route logits", m * n_experts * 4, weights, stream),
+            "arrived": scratch.get("moe_route arrived", tiles * 4, weights, stream),
+            "ids": ids,
+            "weights": weights,
+            "rows": m,
+            "dim": dim,
+            "n_experts": n_experts,
+            "k": k,
+            "eps": 0.0 if norm is None else norm.eps,
+            "over_all": router == "softmax_topk" and not renormalize,
+        },
+        like=weights,
+        shared_bytes=tokens * max(row_bytes, (n_experts + k) * 4),
+        stream=stream,
+        size_bytes=sum(a.nbytes for a in (*arrays.values(), ids, weights) if a is not None),
+    )
+    return ids, weights
