@@ -27,3 +27,25 @@ def rmsnorm(
     if rounding == "scale_first":
         return narrow(normal * wide(weight), x), x
     return narrow(normal * (1 + wide(weight)), x), x
+
+
+def layernorm(
+    x: np.ndarray,
+    weight: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    *,
+    residual: np.ndarray | None = None,
+    eps: float = 1e-5,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Normalise rows to mean 0 and variance 1; returns (y, x + residual)."""
+    if residual is not None:
+        x = narrow(wide(x) + wide(residual), x)
+    v = wide(x)
+    difference = v - v.mean(-1, keepdims=True)
+    variance = (difference * difference).mean(-1, keepdims=True)
+    y = difference / np.sqrt(variance + v.dtype.type(eps))
+    if weight is not None:
+        y = y * wide(weight)
+    if bias is not None:
+        y = y + wide(bias)
+    return narrow(y, x), x
