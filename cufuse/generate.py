@@ -57,7 +57,8 @@ class Sampling:
 class Decoder:
     """Prefill, then one token at a time; on a GPU the step is captured once and replayed.
 
-    Works on a stream of its own. `state.tokens` holds the last token drawn.
+    Works on a stream of its own. Every draw is copied to the host behind the step, so that the next
+    step can be enqueued before the last one is looked at.
     """
 
     def __init__(
@@ -77,6 +78,8 @@ class Decoder:
         self.use_graph = graph and self.on_gpu
         self._graph: Any = None
         self._warm = False
+        self._drawn: list[np.ndarray] = []  # on the host, one int32 [batch] for each draw
+        self._landed: list[Any] = []  # on a GPU, the event behind each of them
         self.stream: Any = None
         if self.on_gpu:
             cuda = device.require_cupy().cuda
@@ -86,17 +89,17 @@ class Decoder:
 
     def prefill(self, ids: np.ndarray) -> None:
         """Append a prompt, int32 [batch, n], and draw the first token."""
-        ids = np.ascontiguousarray(ids, np.int32)
         self.state.check_room(ids.shape[1])
         with _current(self.stream, self.state.tokens):
             for begin in range(0, ids.shape[1], PREFILL_ROWS):
-                piece = np.ascontiguousarray(ids[:, begin : begin + PREFILL_ROWS])
+                piece = np.ascontiguousarray(ids[:, begin : begin + PREFILL_ROWS], np.int32)
                 tokens = self.state.upload(piece)
                 logits = self.step_function(self.weights, self.state, tokens)
             self._draw(logits)
+            self._fetch()
 
     def decode(self) -> None:
-        """Append `state.tokens` and draw the next one, without waiting for it."""
+        """Append the last token drawn and draw the next one, without waiting for it."""
         self.state.check_room(1)
         with _current(self.stream, self.state.tokens):
             if self._graph is not None:
@@ -108,24 +111,22 @@ class Decoder:
             else:
                 self._run()
                 self._warm = True  # everything is compiled and allocated now
+            self._fetch()
 
-    def ids(self) -> np.ndarray:
-        """Wait for the last draw and return it: int32 [batch].
+    def ids(self, draw: int = -1) -> np.ndarray:
+        """Wait for a draw, the last one if not said, and return it: int32 [batch].
 
         Raises RuntimeError when the logits held a NaN.
         """
         if self.on_gpu:
-            with _current(self.stream, self.state.tokens):
-                drawn = self.state.tokens.get(stream=self.stream)
-            self.stream.synchronize()
-        else:
-            drawn = np.array(self.state.tokens)
+            self._landed[draw].synchronize()
+        drawn = self._drawn[draw]
         if (drawn < 0).any():
             raise RuntimeError(
-                f"the logits after {self.state.length} tokens hold a NaN: the weights or the "
-                "dtype's range are at fault (try dtype bfloat16 or float32)"
+                "the logits hold a NaN: the weights or the dtype's range are at fault (try dtype "
+                "bfloat16 or float32)"
             )
-        return drawn.reshape(-1)
+        return drawn
 
     def _run(self) -> None:
         self._draw(self.step_function(self.weights, self.state, self.state.tokens))
@@ -139,6 +140,23 @@ class Decoder:
             self._run()
         finally:
             self._graph = self.stream.end_capture()
+
+    def _fetch(self) -> None:
+        """Copy the last draw to the host, behind the step that makes it."""
+        tokens = self.state.tokens.reshape(-1)
+        if not self.on_gpu:
+            self._drawn.append(np.array(tokens))
+            return
+        import cupyx
+
+        self._drawn.append(
+            tokens.get(
+                self.stream, blocking=False, out=cupyx.empty_pinned(tokens.shape, tokens.dtype)
+            )
+        )
+        event = device.require_cupy().cuda.Event(disable_timing=True)
+        event.record(self.stream)
+        self._landed.append(event)
 
 
 def generate(
@@ -202,12 +220,16 @@ def _tokens(
     state = State(weights, capacity=len(prompt) + limit)
     decoder = Decoder(step, weights, state, sampling, graph=graph)
     decoder.prefill(prompt[None])
-    for made in range(1, limit + 1):
-        token = int(decoder.ids()[0])
+    for draw in range(limit):
+        # A GPU works on the next token while this one is looked at; after a stop id it is dropped.
+        ahead = decoder.on_gpu and draw + 1 < limit
+        if ahead:
+            decoder.decode()
+        token = int(decoder.ids(draw)[0])
         if token in stop_ids:
             return
         yield token
-        if made < limit:
+        if not ahead and draw + 1 < limit:
             decoder.decode()
 
 
