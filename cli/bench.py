@@ -1,0 +1,229 @@
+"""`cufuse bench`: what fusion does to single ops and to a decode step."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from cufuse import device
+from cufuse.benchmarks import case, catalogue, decode
+from cufuse.benchmarks.rows import FORMATS, Row, Writer, save, stamp
+from cufuse.cli._errors import USAGE, Failure
+from cufuse.cli._options import (
+    device_option,
+    dtype_type,
+    engine_choice,
+    format_option,
+    numbers,
+    resolve_device,
+    words,
+)
+from cufuse.engines import ENGINES
+
+_GPU_MODELS = ("llama-3.2-1b", "olmoe-1b-7b")
+_CPU_MODELS = ("tiny", "tiny-moe")
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  cufuse bench                                   both tables
+  cufuse bench linear --size 1x4096x4096         one op, one size
+  cufuse bench decode --model qwen3-0.6b -d 512-2048+512 -o jsonl
+"""
+)
+@click.argument("name", required=False)
+@click.option(
+    "-m",
+    "--model",
+    "models",
+    multiple=True,
+    callback=words,
+    help="Presets or model files, comma list or repeated.  [default: llama-3.2-1b,olmoe-1b-7b; "
+    "without a GPU tiny,tiny-moe]",
+)
+@click.option(
+    "-e",
+    "--engine",
+    "engine_names",
+    multiple=True,
+    callback=words,
+    help="Engines, comma list or repeated.  [default: all]",
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    callback=words,
+    help="bfloat16, float16, float32, comma list or repeated.  [default: bfloat16]",
+)
+@click.option(
+    "-b",
+    "--batch",
+    default="1",
+    show_default=True,
+    callback=numbers,
+    help="Sequences decoded at once: 1,8 or 1-8*2.",
+)
+@click.option(
+    "-d",
+    "--context",
+    callback=numbers,
+    help="Tokens in the cache: 512,2048 or 512-2048+512.  [default: 512; without a GPU 128]",
+)
+@click.option(
+    "-n",
+    "--n-tokens",
+    type=click.IntRange(min=1),
+    help="Tokens to decode.  [default: 128; without a GPU 16]",
+)
+@click.option(
+    "-r",
+    "--repetitions",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Samples to take.",
+)
+@click.option("--size", "sizes", multiple=True, help="Sizes of the op NAME, such as 1x4096x4096.")
+@device_option
+@format_option()
+@click.option(
+    "-oe", "--output-error", "second", type=click.Choice(FORMATS), help="Also print to stderr."
+)
+@click.option("--save", "keep", is_flag=True, help="Append the rows to benchmarks/results.")
+@click.option("--no-verify", is_flag=True, help="Time without checking the results first.")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help='Draw the rows into an image file (needs "cufuse[plot]").',
+)
+@click.pass_context
+def bench(
+    ctx: click.Context,
+    name: str | None,
+    models: Sequence[str],
+    engine_names: Sequence[str],
+    dtypes: Sequence[str],
+    batch: Sequence[int],
+    context: Sequence[int] | None,
+    n_tokens: int | None,
+    repetitions: int,
+    sizes: Sequence[str],
+    device_name: str,
+    output: str,
+    second: str | None,
+    keep: bool,
+    no_verify: bool,
+    plot: Path | None,
+) -> None:
+    """Measure what kernel fusion does.
+
+    NAME is `ops`, `decode` or one op; left out, both tables are made, with --model only the second.
+    Every result is checked against float64 before it is timed; a wrong one exits with 3. Without a
+    GPU launches and bytes are counted and the NumPy reference is timed.
+    """
+    where = resolve_device(device_name)
+    chosen = tuple(engine_choice.convert(e, None, ctx) for e in engine_names) or ENGINES
+    kinds = [dtype_type.convert(d, None, ctx) for d in dtypes] or [dtype_type.convert("bfloat16")]
+    cases = _cases(name, sizes, kinds, where, bool(models))
+    on_gpu = where == "cuda"
+    points = [
+        decode.Point(b, d, n_tokens or (128 if on_gpu else 16))
+        for b in batch
+        for d in context or ((512,) if on_gpu else (128,))
+    ]
+    if min(batch) < 1:
+        raise click.BadParameter("a batch has at least 1 sequence", ctx, param_hint="--batch")
+    _announce(where)
+    common: dict[str, Any] = {"repetitions": repetitions, "checked": not no_verify}
+
+    def rows() -> Iterator[Row]:
+        for one in cases:
+            run = case.run_on_gpu if on_gpu else case.run_on_cpu
+            yield from run(one, chosen, **common)
+        if name not in (None, "decode"):
+            return
+        for model in models or (_GPU_MODELS if on_gpu else _CPU_MODELS):
+            for dtype in kinds:
+                yield from decode.run(
+                    model, where=where, dtype=dtype, chosen=chosen, points=points, **common
+                )
+
+    made: list[Row] = []
+    writers = [Writer(output, click.echo)]
+    if second:
+        writers.append(Writer(second, lambda line: click.echo(line, err=True)))
+    mark = stamp(_command(ctx))
+    for row in rows():
+        made.append(mark(row))
+        for writer in writers:
+            writer.write(made[-1])
+        sys.stdout.flush()
+    for writer in writers:
+        writer.close()
+    if not made:
+        raise Failure(f"nothing to measure with engine {', '.join(chosen)} on {where}", USAGE)
+    if keep:
+        click.echo(f"rows appended to {save(made)}", err=True)
+    if plot:
+        from cufuse.benchmarks.plot import draw
+
+        draw(made, plot)
+        click.echo(f"plot written to {plot}", err=True)
+
+
+def _cases(
+    name: str | None,
+    sizes: Sequence[str],
+    kinds: Sequence[np.dtype],
+    where: str,
+    has_models: bool,
+) -> list[case.Case]:
+    """Choose the ops to run."""
+    if name not in (None, "ops", "decode", *catalogue.CASES):
+        known = ", ".join(("ops", "decode", *catalogue.CASES))
+        raise click.BadParameter(f"{name!r} is not one of {known}.", param_hint="NAME")
+    if sizes and name not in catalogue.CASES:
+        raise click.UsageError("--size needs the name of one op.")
+    if name == "decode" or (name is None and has_models):
+        return []
+    classes = [catalogue.CASES[name]] if name in catalogue.CASES else catalogue.CASES.values()
+    made = []
+    for kind in classes:
+        standard = kind.gpu_sizes if where == "cuda" else kind.cpu_sizes
+        try:
+            wanted = [case.parse_sizes(text) for text in sizes] or standard
+            made += [kind(size, dtype) for dtype in kinds for size in wanted]
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--size") from error
+    return made
+
+
+def _announce(where: str) -> None:
+    """Say on stderr what the numbers are about."""
+    if where == "cpu":
+        problem = device.gpu_problem()
+        why = problem[0].upper() + problem[1:] if problem else "On the CPU"
+        click.echo(
+            f"{why}: launches and bytes are counted, and only the NumPy reference is timed.",
+            err=True,
+        )
+        return
+    gpu = device.gpu_info()
+    cupy = device.require_cupy()
+    click.echo(
+        f"{gpu.name}, sm_{gpu.arch}, {gpu.sm_count} SMs, {gpu.memory_bytes / 2**30:.0f} GiB, "
+        f"driver for CUDA {gpu.driver}, CUDA {gpu.cuda_runtime}, CuPy {cupy.__version__}",
+        err=True,
+    )
+
+
+def _command(ctx: click.Context) -> str:
+    return shlex.join(["cufuse", *ctx.find_root().meta.get("cufuse.arguments", ())])
