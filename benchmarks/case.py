@@ -199,7 +199,11 @@ def run_on_cpu(
         if engine == "reference":
             a = case.arrays("numpy")
             error = case.verify(a, engine) if checked else None
-            time = timing.on_cpu(lambda i, a=a: case.reference(a), repetitions=repetitions)
+
+            def run(_: int, a: Arrays = a) -> None:
+                case.reference(a)
+
+            time = timing.on_cpu(run, repetitions=repetitions)
             yield case.row(
                 engine,
                 launches_per_token=0,

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from cufuse import __version__, device
 
@@ -53,7 +54,7 @@ class Row:
 
 def stamp(command: str | None = None) -> Callable[[Row], Row]:
     """Return what writes the device, the date, the commit and the command into a row."""
-    known = {
+    known: dict[str, Any] = {
         "gpu": device.gpu_info().name if device.gpu_available() else None,
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),

@@ -6,6 +6,7 @@ Results go to stdout, progress and notes to stderr. Exit codes: 0 done, 1 failed
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import Any
 
@@ -29,10 +30,27 @@ class Commands(click.Group):
             return None
         return getattr(importlib.import_module(f"cufuse.cli.{name}"), name)
 
-    def make_context(self, info_name: str | None, args: list[str], **rest: Any) -> click.Context:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; a name that does not exist is answered with the nearest."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise click.UsageError(error.message + hint, ctx) from error
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
         """Keep the command line as it was given; benchmark rows say how they were made."""
         given = list(args)
-        ctx = super().make_context(info_name, args, **rest)
+        ctx = super().make_context(info_name, args, parent, **extra)
         ctx.meta["cufuse.arguments"] = given
         return ctx
 

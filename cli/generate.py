@@ -147,7 +147,7 @@ def _prompt(text: str | None) -> str:
     if text is None or text == "-":
         if text is None and sys.stdin.isatty():
             raise click.UsageError("Missing argument 'PROMPT'.")
-        text = click.get_text_stream("stdin").read().rstrip("\n")
+        text = sys.stdin.read().rstrip("\n")
     if not text:
         raise click.UsageError("The prompt is empty.")
     return text

