@@ -6,25 +6,36 @@ dtype) and float64 (everything in float64: the oracle that tests compare with). 
 
 from cufuse.reference.attention import append, attention, rope_append, scores, softmax, values
 from cufuse.reference.embed import embed
+from cufuse.reference.linear import activation, add, gated_linear, glu, linear, matmul, mul
 from cufuse.reference.moe import combine, expert_matmul, moe, moe_route, router_logits, topk
 from cufuse.reference.norm import layernorm, rmsnorm
 from cufuse.reference.rope import rope, rope_frequencies, rope_table
+from cufuse.reference.sampling import argmax, sample
 
 __all__ = [
+    "activation",
+    "add",
     "append",
+    "argmax",
     "attention",
     "combine",
     "embed",
     "expert_matmul",
+    "gated_linear",
+    "glu",
     "layernorm",
+    "linear",
+    "matmul",
     "moe",
     "moe_route",
+    "mul",
     "rmsnorm",
     "rope",
     "rope_append",
     "rope_frequencies",
     "rope_table",
     "router_logits",
+    "sample",
     "scores",
     "softmax",
     "topk",
