@@ -49,6 +49,7 @@ def collect() -> dict[str, Any]:
         "cupy": None,
         "nvrtc": None,
         "cuda headers": None,
+        "cublas": None,
         "gpu": [],
     }
     if importlib.util.find_spec("cupy") is None:
@@ -84,11 +85,23 @@ def _compiler(found: dict[str, Any], missing: dict[str, str]) -> None:
         missing["CUDA headers (cuda_fp16.h)"] = device.INSTALL_CUPY
 
 
+def _cublas(found: dict[str, Any], missing: dict[str, str]) -> None:
+    try:
+        from cupy_backends.cuda.libs import cublas
+
+        found["cublas"] = str(
+            cublas.getVersion(device.require_cupy().cuda.device.get_cublas_handle())
+        )
+    except Exception:  # a missing library, a missing driver
+        missing["cuBLAS (only to compare with)"] = "pip install nvidia-cublas"
+
+
 def _gpus(found: dict[str, Any], missing: dict[str, str]) -> None:
     problem = device.gpu_problem()
     if problem is not None:
         missing["GPU"] = f"{problem}; the reference engine still runs"
         return
+    _cublas(found, missing)
     count = device.require_cupy().cuda.runtime.getDeviceCount()
     found["gpu"] = [asdict(device.gpu_info(gpu)) for gpu in range(count)]
 
