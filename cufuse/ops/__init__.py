@@ -7,21 +7,37 @@ arrays' device and the current stream, asynchronously.
 from cufuse.ops.add_layernorm import add_layernorm
 from cufuse.ops.add_rmsnorm import add_rmsnorm
 from cufuse.ops.append import append
+from cufuse.ops.argmax import argmax
+from cufuse.ops.attention import attention
+from cufuse.ops.combine import combine
 from cufuse.ops.embed import embed
+from cufuse.ops.expert_matmul import expert_matmul
 from cufuse.ops.layernorm import layernorm
+from cufuse.ops.linear import linear
+from cufuse.ops.moe import moe
 from cufuse.ops.moe_route import moe_route
 from cufuse.ops.rmsnorm import rmsnorm
 from cufuse.ops.rope import rope
 from cufuse.ops.rope_append import rope_append
+from cufuse.ops.sample import sample
+from cufuse.ops.topk import topk
 
 __all__ = [
     "add_layernorm",
     "add_rmsnorm",
     "append",
+    "argmax",
+    "attention",
+    "combine",
     "embed",
+    "expert_matmul",
     "layernorm",
+    "linear",
+    "moe",
     "moe_route",
     "rmsnorm",
     "rope",
     "rope_append",
+    "sample",
+    "topk",
 ]

@@ -8,8 +8,9 @@ import numpy as np
 
 from cufuse import checks, device, jit, reference
 from cufuse.device import Array
+from cufuse.ops import _matmul
 from cufuse.ops._vector import width
-from cufuse.ops.rmsnorm import ROUNDINGS, Norm
+from cufuse.ops.rmsnorm import Norm
 
 ROUTERS = ("softmax_topk", "topk_softmax")
 
@@ -51,11 +52,9 @@ def moe_route(
         x=(x, "m dim"),
         w=(w, "n_experts dim"),
         b=(b, "n_experts"),
-        norm=(None if norm is None else norm.weight, "dim"),
+        norm=(_matmul.norm_weight("moe_route", norm), "dim"),
     )
     checks.option("moe_route", "router", router, ROUTERS)
-    if norm is not None:
-        checks.option("moe_route", "norm.rounding", norm.rounding, ROUNDINGS)
     m, dim, n_experts = (bound.sizes[name] for name in ("m", "dim", "n_experts"))
     if not 1 <= k <= n_experts:
         raise ValueError(f"moe_route: k = {k} and there are n_experts = {n_experts} to choose from")
@@ -72,7 +71,7 @@ def moe_route(
             k=k,
             router=router,
             renormalize=renormalize,
-            norm=None if norm is None else (bound["norm"], norm.eps, norm.rounding),
+            norm=_matmul.norm_tuple(bound, norm),
         )
         return ids, weights
     # What a row takes in shared memory, filled up to whole chunks of 32 x 16 bytes.
@@ -84,7 +83,7 @@ def moe_route(
         "fused/moe_route.cu",
         "moe_route",
         bound.dtype,
-        f"Rounding::{'cast_first' if norm is None else norm.rounding}",
+        _matmul.rounding(norm),
         tokens,
         width(dim, *arrays.values()),
     )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cufuse.reference._dtype import narrow, wide
+from cufuse.reference.linear import glu
 from cufuse.reference.norm import rmsnorm
 
 
@@ -113,7 +114,6 @@ def moe(
     rows = wide(_normed(x, norm))
     gate = expert_matmul(rows, ids, w_gate, b_gate)
     up = expert_matmul(rows, ids, w_up, b_up)
-    from cufuse.reference import glu
 
     hidden = glu(gate, up, activation=activation, limit=limit, alpha=alpha)
     y = combine(expert_matmul(hidden, ids, w_down, b_down), ids, weights)

@@ -1,41 +1,17 @@
-// The experts a token goes to: the k largest of its router logits, and their weights.
+// The experts a token goes to: the k largest of its router logits, their weights, their order.
 #pragma once
 
+#include "device/order.cuh"
 #include "device/reduce.cuh"
 
 namespace cufuse {
 
-// A word that orders floats as numbers do: NaN first, then -inf upwards; -0 is 0.
-CUFUSE_DEVICE u32 order_of(float v) {
-  if (v != v) return 0;
-  const u32 bits = __float_as_uint(v == 0.0f ? 0.0f : v);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-CUFUSE_DEVICE float value_of(u32 order) {
-  if (order == 0) return __uint_as_float(0x7fc00000u);
-  return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
-}
-
-// A value and its place in one word: the larger value is larger, of equal ones the lower id.
-CUFUSE_DEVICE u64 rank_of(float v, int id) {
-  return static_cast<u64>(order_of(v)) << 32 | ~static_cast<u32>(id);
-}
-CUFUSE_DEVICE int id_of(u64 rank) { return static_cast<int>(~static_cast<u32>(rank)); }
-CUFUSE_DEVICE float value_of(u64 rank) { return value_of(static_cast<u32>(rank >> 32)); }
-
-CUFUSE_DEVICE u64 warp_max(u64 rank) {
-  const u32 high = static_cast<u32>(rank >> 32);
-  const u32 top = __reduce_max_sync(kFullMask, high);
-  const u32 low = __reduce_max_sync(kFullMask, high == top ? static_cast<u32>(rank) : 0u);
-  return static_cast<u64>(top) << 32 | low;
-}
-
 // The largest rank below `bound` among every 32nd of n values from `lane` on; 0 when there is none.
-CUFUSE_DEVICE u64 best_below(u64 bound, const float* values, int n, int lane) {
+template <typename T>
+CUFUSE_DEVICE u64 best_below(u64 bound, const T* values, int n, int lane) {
   u64 best = 0;
   for (int i = lane; i < n; i += 32) {
-    const u64 rank = rank_of(values[i], i);
+    const u64 rank = rank_of(to_float(values[i]), i);
     if (rank < bound && rank > best) best = rank;
   }
   return best;
@@ -69,6 +45,21 @@ CUFUSE_DEVICE void route_row(
     sum = warp_sum(sum);
   }
   for (int r = lane; r < k; r += 32) weights[r] = numerators[r] / sum;
+}
+
+// The k experts of a token in ascending order of their ids; of equal ones the first slot comes
+// first. `order` [k] is in shared memory. Returns whether all ids are experts.
+template <int kThreads>
+CUFUSE_DEVICE bool sort_slots(const i32* ids, int k, int n_experts, i32* order) {
+  bool valid = true;
+  for (int j = threadIdx.x; j < k; j += kThreads) {
+    const int id = ids[j];
+    valid = valid && static_cast<u32>(id) < static_cast<u32>(n_experts);
+    int rank = 0;
+    for (int i = 0; i < k; ++i) rank += ids[i] < id || (ids[i] == id && i < j);
+    order[rank] = j;
+  }
+  return __syncthreads_and(valid);
 }
 
 }  // namespace cufuse

@@ -31,7 +31,7 @@ struct MoeRouteArgs {
 };
 
 template <typename T, Rounding kRounding, int kTokens, int kVec>
-__global__ void __launch_bounds__(256) moe_route(const MoeRouteArgs<T> args) {
+__global__ void __launch_bounds__(256, 1) moe_route(const MoeRouteArgs<T> args) {
   using Shape = MatvecShape<kTokens, 1, 8, 8, 1, kVec>;
   __shared__ float partial[Shape::kPartials];
   __shared__ bool is_last;
