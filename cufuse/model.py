@@ -13,6 +13,7 @@ from cufuse import checkpoint, engines, hub
 from cufuse import config as configs
 from cufuse import device as devices
 from cufuse import generate as loop
+from cufuse import tokenizer as tokenizers
 from cufuse import weights as weights_module
 from cufuse.config import Config
 from cufuse.device import Array
@@ -145,8 +146,8 @@ def load(
     if seed is None:
         path = hub.find(name)
         if path is not None:
-            weights, tokenizer = checkpoint.load(path, dtype=chosen, kind=kind, gpu=gpu)
-            return Model(weights, tokenizer, device)
+            loaded = checkpoint.load(path, dtype=chosen, kind=kind, gpu=gpu)
+            return Model(loaded.weights, tokenizers.load(loaded.tokenizer_source), device)
         if name in hub.PACKAGES:
             raise NotPulled(
                 f"{name} is not on this machine: run `cufuse pull {name}`, or give a seed for "
