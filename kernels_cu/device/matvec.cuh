@@ -24,6 +24,10 @@ struct MatvecShape {
   static_assert(kWarps % kSplit == 0, "the warps that share a K are all in one CTA");
 };
 
+// Warps that an SM shall hold at once: what a kernel may use of the registers.
+template <int kM>
+constexpr int kResidentWarps = kM == 1 ? 24 : 16;
+
 // What the calling lane's slot sums to, for the `finish` of `matvec`.
 template <typename Shape>
 struct MatvecSums {

@@ -1,0 +1,196 @@
+"""How a matrix product is cut: (op, target, shape, dtype) -> a frozen tile, as plain data.
+
+Two kinds: `RowsTile` for a few rows of x, where the time is that of reading the weights once
+(device/matvec.cuh), and `MatmulTile` for many (device/tile_matmul.cuh).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cufuse import device
+
+# Rows of x that one pass over the weights serves; more go to tiles.
+MAX_ROWS = 8
+
+# The weight rows an op takes for each of its outputs.
+WEIGHT_ROWS = {"linear": 1, "matmul": 1, "gated_linear": 2, "qkv_rope_append": 1}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a choice may depend on: the GPU's numbers."""
+
+    arch: str
+    sm_count: int
+    shared_bytes: int  # that a CTA can have
+
+
+# The CPU twin: few SMs, so that small tests walk through the loops of large grids.
+TWIN = Target("twin", 2, 99 * 1024)
+
+
+@dataclass(frozen=True)
+class RowsTile:
+    """A warp multiplies `outputs` weight rows by `rows` rows of x; `split` warps share a K.
+
+    What a sum's order depends on is `split`, and `warps` through the norm: both come from n, k and
+    the dtype alone.
+    """
+
+    rows: int
+    outputs: int
+    unroll: int
+    warps: int
+    split: int
+    shared_bytes: int  # of x
+    resident: int  # CTAs that an SM holds
+
+    @property
+    def template(self) -> tuple[int, ...]:
+        """The kernel's template values, before the access width."""
+        return (self.rows, self.outputs, self.unroll, self.warps, self.split)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return self.warps * 32
+
+    def grid(self, target: Target, m: int, n_weight_rows: int) -> tuple[int, int]:
+        """CTAs that walk over the weight rows, and passes over them."""
+        tiles = -(-n_weight_rows // (self.outputs * (self.warps // self.split)))
+        return min(tiles, target.sm_count * self.resident), -(-m // self.rows)
+
+
+@dataclass(frozen=True)
+class MatmulTile:
+    """A CTA multiplies block_m rows of x by block_n weight rows, block_k values at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    rate: float  # products a time unit, relative: what a tile's shape costs
+
+    @property
+    def template(self) -> tuple[int, ...]:
+        """The kernel's template values, before the access width."""
+        return (
+            self.block_m,
+            self.block_n,
+            self.block_k,
+            self.warps_m,
+            self.warps_n,
+            self.stages,
+        )
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return self.warps_m * self.warps_n * 32
+
+    def count(self, m: int, n_weight_rows: int) -> int:
+        """Tiles of a product."""
+        return -(-m // self.block_m) * -(-n_weight_rows // self.block_n)
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Dynamic shared memory, as TileShape::kShared has it."""
+        if itemsize == 4:
+            return 2 * self.block_k * (self.block_m + 4 + self.block_n + 4) * itemsize
+        return self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
+
+
+Tile = RowsTile | MatmulTile
+
+_TENSOR_CORES = (
+    MatmulTile(128, 128, 64, 2, 4, 3, 1.0),
+    MatmulTile(128, 64, 64, 4, 2, 3, 0.8),
+    MatmulTile(64, 64, 64, 2, 2, 4, 0.6),
+    MatmulTile(64, 32, 64, 4, 1, 4, 0.4),
+    MatmulTile(32, 32, 64, 2, 1, 6, 0.25),
+    MatmulTile(16, 32, 64, 1, 2, 8, 0.15),
+)
+_FFMA = (
+    MatmulTile(128, 128, 16, 4, 2, 2, 1.0),
+    MatmulTile(64, 64, 16, 2, 2, 2, 0.6),
+)
+
+
+@functools.cache
+def _gpu_target(gpu: int) -> Target:
+    info = device.gpu_info(gpu)
+    return Target(info.arch, info.sm_count, info.shared_bytes_per_block)
+
+
+def target_of(like: device.Array) -> Target:
+    """Return what kernels on like's device are chosen by."""
+    return _gpu_target(like.device.id) if device.kind(like) == "cupy" else TWIN
+
+
+@functools.cache
+def choose(op: str, target: Target, m: int, n: int, k: int, dtype: Any) -> Tile:
+    """Choose the tile of x [m, k] times w [n, k] (twice for "gated_linear")."""
+    itemsize = np.dtype(dtype).itemsize
+    if m <= MAX_ROWS:
+        tile = _rows_tile(op, target, m, n, k, itemsize)
+        if tile is not None:
+            return tile
+    shapes = _FFMA if itemsize == 4 else _TENSOR_CORES
+    per_output = WEIGHT_ROWS[op]
+    fitting = [tile for tile in shapes if tile.shared_bytes(itemsize) <= target.shared_bytes]
+
+    def cost(tile: MatmulTile) -> tuple[float, int]:
+        waves = -(-tile.count(m, n * per_output) // target.sm_count)
+        area = tile.block_m * tile.block_n
+        return waves * area / tile.rate, -area
+
+    return min(fitting, key=cost)
+
+
+def chunks(k: int, itemsize: int) -> int:
+    """Accesses of a warp, 32 x 16 bytes, that a row takes: staging.cuh's chunk_count."""
+    return -(-k * itemsize // 512)
+
+
+def k_split(n: int, k: int, itemsize: int) -> int:
+    """Warps that share a row's K: few outputs leave an SM without enough bytes in flight.
+
+    About 4096 warps with a row each keep a large GPU busy; a warp keeps two chunks at least. The
+    answer fixes the order of a sum, so no GPU's size enters.
+    """
+    split = 1
+    while split < 8 and n * split < 4096 and chunks(k, itemsize) >= 4 * split:
+        split *= 2
+    return split
+
+
+def _rows_tile(op: str, target: Target, m: int, n: int, k: int, itemsize: int) -> RowsTile | None:
+    row_bytes = chunks(k, itemsize) * 512
+    warps = 8
+    # Two weight rows share what is read of x; gate and up, or a rotated pair, come in twos anyway.
+    single = op in ("linear", "matmul")
+    for rows in (8, 4, 2, 1):
+        if rows > 1 and rows // 2 >= m:
+            continue
+        outputs = 1 if single and rows == 1 else 2
+        partial_bytes = 2 * warps * rows * outputs * 4
+        if rows * row_bytes + partial_bytes > target.shared_bytes:
+            continue
+        by_registers = (24 if rows == 1 else 16) // warps
+        by_shared = max(target.shared_bytes // (rows * row_bytes + partial_bytes + 1024), 1)
+        return RowsTile(
+            rows,
+            outputs,
+            8 // outputs,
+            warps,
+            k_split(n, k, itemsize),
+            rows * row_bytes,
+            min(by_registers, by_shared),
+        )
+    return None
