@@ -47,11 +47,20 @@ def combine(
         )
         return total
     wide = {"y": bound["y"], "residual": bound["residual"], "out": total}
-    kernel = jit.kernel("unfused/combine.cu", "combine", bound.dtype, width(n, *wide.values()))
+    kernel = jit.kernel(
+        "unfused/combine.cu", "combine", bound.dtype, bound.dtype, width(n, *wide.values())
+    )
     kernel.launch(
         m,
         256,
-        {**wide, "ids": bound["ids"], "weights": bound["weights"], "k": k, "n": n},
+        {
+            **wide,
+            "ids": bound["ids"],
+            "weights": bound["weights"],
+            "k": k,
+            "n": n,
+            "n_experts": 2**31 - 1,  # how many there are is not known here
+        },
         like=total,
         shared_bytes=4 * k,
         stream=stream,

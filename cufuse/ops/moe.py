@@ -6,12 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from cufuse import checks, device, jit, reference
+from cufuse import checks, device, jit, reference, tiles
 from cufuse.checks import Bound
 from cufuse.device import Array
 from cufuse.ops import _matmul
 from cufuse.ops._vector import width
 from cufuse.ops.rmsnorm import Norm
+
+# With fewer tokens, or less than one token an expert, tiles would be nearly empty.
+_MIN_TILE_TOKENS = 4
+# Slots (token, expert) that go through the tiles at once: they bound the scratch memory.
+_MAX_SLOTS = 1 << 15
 
 
 def moe(
@@ -90,7 +95,14 @@ def moe(
     gate = ("Gate::plain", f"Act::{activation}")
     if limit is not None:
         gate = ("Gate::clamped", "Act::none")
-    _few_tokens(bound, y, gate, limit or 0.0, alpha, norm, stream)
+    gated = {"limit": limit or 0.0, "alpha": alpha}
+    if m <= _MIN_TILE_TOKENS or m * k <= bound.sizes["n_experts"]:
+        _few_tokens(bound, y, gate, gated, norm, stream)
+    else:
+        normed = _matmul.normed(bound, norm, stream)
+        most = max(1, _MAX_SLOTS // k)
+        for first in range(0, m, most):
+            _many_tokens(bound, normed, y, slice(first, first + most), gate, gated, stream)
     return y
 
 
@@ -98,8 +110,7 @@ def _few_tokens(
     bound: Bound,
     y: Array,
     gate: tuple[str, str],
-    limit: float,
-    alpha: float,
+    gated: dict[str, float],
     norm: Norm | None,
     stream: Any,
 ) -> None:
@@ -107,13 +118,10 @@ def _few_tokens(
     m, k, dim, hidden_dim, n_experts = (
         bound.sizes[name] for name in ("m", "k", "dim", "hidden_dim", "n_experts")
     )
-    itemsize = bound.dtype.itemsize
-    # Which experts were chosen is known on the device alone; no more than this many were.
-    experts = min(m * k, n_experts)
-    matrix_bytes = experts * hidden_dim * dim * itemsize
     hidden_bytes = m * k * -(-hidden_dim // 8) * 8 * 4
     hidden = device.SCRATCH.get("moe hidden", hidden_bytes, y, stream)
     sizes = {"k": k, "n_experts": n_experts, "dim": dim, "hidden_dim": hidden_dim}
+    matrix_bytes = _matrix_bytes(bound, m)
 
     inputs = {"x": bound["x"], "norm_weight": bound["norm"]}
     matrices = {"w_gate": bound["w_gate"], "w_up": bound["w_up"]}
@@ -137,17 +145,16 @@ def _few_tokens(
             "hidden": hidden,
             **sizes,
             "eps": 0.0 if norm is None else norm.eps,
-            "limit": limit,
-            "alpha": alpha,
+            **gated,
         },
         like=y,
-        shared_bytes=-(-dim * itemsize // 512) * 512,
+        shared_bytes=-(-dim * bound.dtype.itemsize // 512) * 512,
         stream=stream,
         size_bytes=2 * matrix_bytes + bound["x"].nbytes + bound["ids"].nbytes + hidden_bytes,
     )
 
-    splits = max(1, 8 // k)
     down = jit.kernel("fused/moe.cu", "moe_down", bound.dtype, width(hidden_dim, bound["w_down"]))
+    splits = max(1, 8 // k)  # warps that share an expert, as the kernel has it
     down.launch(
         (_columns(-(-dim // 4), m, y), m),
         256,
@@ -164,17 +171,167 @@ def _few_tokens(
         like=y,
         shared_bytes=4 * (k + k * splits * 4),
         stream=stream,
-        size_bytes=matrix_bytes
-        + hidden_bytes
-        + bound["ids"].nbytes * 2
-        + y.nbytes * (1 if bound["residual"] is None else 2),
+        size_bytes=matrix_bytes + hidden_bytes + _combined_bytes(bound, y),
     )
 
 
-def _columns(tiles: int, rows: int, like: Array) -> int:
-    """CTAs that share the `tiles` of each of `rows` rows: all resident at once, evenly loaded."""
-    resident = 8
-    if device.is_gpu(like):
-        resident = 2 * device.gpu_info(device.device_id(like)).sm_count
-    each = -(-tiles // max(1, min(tiles, resident // rows)))
-    return -(-tiles // each)
+def _many_tokens(
+    bound: Bound,
+    x: Array,
+    y: Array,
+    tokens: slice,
+    gate: tuple[str, str],
+    gated: dict[str, float],
+    stream: Any,
+) -> None:
+    """Sort the slots by expert, multiply tiles of slots, add up."""
+    k, dim, hidden_dim, n_experts = (
+        bound.sizes[name] for name in ("k", "dim", "hidden_dim", "n_experts")
+    )
+    x, y, ids, weights = x[tokens], y[tokens], bound["ids"][tokens], bound["weights"][tokens]
+    residual = None if bound["residual"] is None else bound["residual"][tokens]
+    slots = len(x) * k
+    dtype, half = bound.dtype, bound.dtype == np.float16
+    matrix_bytes = _matrix_bytes(bound, len(x))
+
+    def scratch(name: str, size: int, itemsize: int) -> Array:
+        return device.SCRATCH.get(f"moe {name}", size * itemsize, y, stream)
+
+    # All experts side by side are one wide product of as many rows as one of them has.
+    target = tiles.target_of(y)
+    rows = max(-(-slots // n_experts), tiles.MAX_ROWS + 1)
+    up_tile = tiles.choose("gated_linear", target, rows, hidden_dim * n_experts, dim, dtype)
+    down_tile = tiles.choose("linear", target, rows, dim * n_experts, hidden_dim, dtype)
+
+    def sort(tile: tiles.MatmulTile, name: str) -> dict[str, Any]:
+        """Sort the slots; how many tiles the experts need is known on the device alone."""
+        most = slots // tile.block_m + min(slots, n_experts)
+        made = {
+            "sorted": scratch(f"{name} sorted", slots, 4),
+            "tile_expert": scratch(f"{name} tile_expert", most, 4),
+            "tile_first": scratch(f"{name} tile_first", most, 4),
+            "tile_rows": scratch(f"{name} tile_rows", most, 4),
+            "tiles": most,
+        }
+        jit.kernel("fused/moe_tiles.cu", "moe_sort").launch(
+            1,
+            32 * min(n_experts, 32),
+            {
+                **made,
+                "ids": ids,
+                "slots": slots,
+                "n_experts": n_experts,
+                "block_m": tile.block_m,
+            },
+            like=y,
+            shared_bytes=4 * (3 * n_experts + 1),
+            stream=stream,
+            size_bytes=8 * slots + 12 * most,
+        )
+        return made
+
+    order = sort(up_tile, "up")
+    hidden = scratch("hidden", slots * hidden_dim, 4 if half else dtype.itemsize)
+    hidden_bytes = slots * hidden_dim * dtype.itemsize
+    columns = -(-2 * hidden_dim // up_tile.block_n)
+    jit.kernel(
+        "fused/moe_tiles.cu",
+        "moe_gate_up_tiles",
+        dtype,
+        *gate,
+        *up_tile.template,
+        width(dim, x, bound["w_gate"], bound["w_up"]),
+    ).launch(
+        order["tiles"] * columns,
+        up_tile.threads,
+        {
+            "x": x,
+            **{name: bound[name] for name in ("w_gate", "w_up", "b_gate", "b_up")},
+            **order,
+            "hidden": hidden,
+            "k": k,
+            "dim": dim,
+            "hidden_dim": hidden_dim,
+            **gated,
+        },
+        like=y,
+        shared_bytes=up_tile.shared_bytes(dtype.itemsize),
+        stream=stream,
+        size_bytes=2 * matrix_bytes + x.nbytes + hidden_bytes * (2 if half else 1),
+    )
+    factor = None
+    if half:
+        factor, scaled = scratch("factor", slots, 4), scratch("scaled", slots * hidden_dim, 2)
+        jit.kernel("fused/moe_tiles.cu", "moe_scale").launch(
+            slots,
+            256,
+            {"hidden": hidden, "scaled": scaled, "factor": factor, "n": hidden_dim},
+            like=y,
+            stream=stream,
+            size_bytes=hidden_bytes * 3 + slots * 4,
+        )
+        hidden = scaled
+
+    if down_tile.block_m != up_tile.block_m:
+        order = sort(down_tile, "down")
+    outputs = scratch("outputs", slots * dim, 4)
+    jit.kernel(
+        "fused/moe_tiles.cu",
+        "moe_down_tiles",
+        dtype,
+        *down_tile.template,
+        width(hidden_dim, bound["w_down"]),
+    ).launch(
+        order["tiles"] * -(-dim // down_tile.block_n),
+        down_tile.threads,
+        {
+            "hidden": hidden,
+            "factor": factor,
+            "w": bound["w_down"],
+            "b": bound["b_down"],
+            **order,
+            "y": outputs,
+            "dim": dim,
+            "hidden_dim": hidden_dim,
+        },
+        like=y,
+        shared_bytes=down_tile.shared_bytes(dtype.itemsize),
+        stream=stream,
+        size_bytes=matrix_bytes + hidden_bytes + slots * dim * 4,
+    )
+    jit.kernel("unfused/combine.cu", "combine", np.float32, dtype, width(dim, y, residual)).launch(
+        len(x),
+        256,
+        {
+            "y": outputs,
+            "ids": ids,
+            "weights": weights,
+            "residual": residual,
+            "out": y,
+            "k": k,
+            "n": dim,
+            "n_experts": n_experts,
+        },
+        like=y,
+        shared_bytes=4 * k,
+        stream=stream,
+        size_bytes=slots * dim * 4 + _combined_bytes(bound, y),
+    )
+
+
+def _matrix_bytes(bound: Bound, tokens: int) -> int:
+    """Bytes of one matrix of all experts that may have been chosen: the device alone knows them."""
+    experts = min(tokens * bound.sizes["k"], bound.sizes["n_experts"])
+    return experts * bound.sizes["hidden_dim"] * bound.sizes["dim"] * bound.dtype.itemsize
+
+
+def _combined_bytes(bound: Bound, y: Array) -> int:
+    """Bytes of the last step but for what is added up: ids, weights, residual, output."""
+    return len(y) * bound.sizes["k"] * 8 + y.nbytes * (1 if bound["residual"] is None else 2)
+
+
+def _columns(groups: int, rows: int, like: Array) -> int:
+    """CTAs that share the `groups` of each of `rows` rows: all resident at once, evenly loaded."""
+    resident = 2 * tiles.target_of(like).sm_count
+    each = -(-groups // max(1, min(groups, resident // rows)))
+    return -(-groups // each)

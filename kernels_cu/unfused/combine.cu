@@ -6,24 +6,25 @@
 
 namespace cufuse {
 
-template <typename T>
+template <typename TIn, typename T>
 struct CombineArgs {
-  const T* y;            // [rows, k, n]
+  const TIn* y;          // [rows, k, n]
   const i32* ids;        // [rows, k]
   const float* weights;  // [rows, k]
   const T* residual;     // [rows, n]; may be null
   T* out;                // [rows, n]; may be residual
   int k;
   int n;
+  int n_experts;  // a row with an id that is not below becomes NaN
 };
 
-template <typename T, int kVec>
-__global__ void __launch_bounds__(256) combine(const CombineArgs<T> args) {
+template <typename TIn, typename T, int kVec>
+__global__ void __launch_bounds__(256) combine(const CombineArgs<TIn, T> args) {
   constexpr int kThreads = 256;
   i32* order = dynamic_shared<i32>();  // [k]
   const int k = args.k, n = args.n;
   const i64 row = blockIdx.x;
-  sort_slots<kThreads>(args.ids + row * k, k, 0, order);
+  const bool valid = sort_slots<kThreads>(args.ids + row * k, k, args.n_experts, order);
   const float* weights = args.weights + row * k;
   for (int i = threadIdx.x * kVec; i < n; i += kThreads * kVec) {
     float total[kVec] = {};
@@ -40,7 +41,9 @@ __global__ void __launch_bounds__(256) combine(const CombineArgs<T> args) {
       for (int v = 0; v < kVec; ++v) total[v] += to_float(residual.v[v]);
     }
 #pragma unroll
-    for (int v = 0; v < kVec; ++v) sum.v[v] = from_float<T>(total[v]);
+    for (int v = 0; v < kVec; ++v) {
+      sum.v[v] = from_float<T>(valid ? total[v] : __uint_as_float(0x7fc00000u));
+    }
     store_vec<kVec>(args.out + row * n + i, sum);
   }
 }
