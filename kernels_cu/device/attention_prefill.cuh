@@ -52,6 +52,52 @@ CUFUSE_DEVICE void load_tile(
   }
 }
 
+// s = queries keys^T, a warp's 16 rows in the accumulator fragments of m16n8k16.
+template <typename T, int kHeadDim>
+CUFUSE_DEVICE void query_key_products(PrefillTile<T, kHeadDim>,
+                                      const T* queries,
+                                      const T* keys,
+                                      float (&s)[PrefillTile<T, kHeadDim>::kKeys / 8][4]) {
+  using Tile = PrefillTile<T, kHeadDim>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int n = 0; n < Tile::kKeys / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] = 0.0f;
+  }
+#pragma unroll
+  for (int c = 0; c < Tile::kDim; c += 16) {
+    u32 a[4];
+    load_matrix(a, queries + (warp * 16 + lane % 16) * Tile::kRow + c + lane / 16 * 8);
+#pragma unroll
+    for (int n = 0; n < Tile::kKeys / 16; ++n) {
+      u32 b[4];
+      load_matrix(b,
+                  keys + (n * 16 + lane / 16 * 8 + lane % 8) * Tile::kRow + c + lane / 8 % 2 * 8);
+      mma_m16n8k16<T>(s[2 * n], a, b[0], b[1]);
+      mma_m16n8k16<T>(s[2 * n + 1], a, b[2], b[3]);
+    }
+  }
+}
+
+// out += weights values for 16 keys: `a` is the left fragment, `values` the first key's row.
+template <typename T, int kHeadDim>
+CUFUSE_DEVICE void weight_value_products(PrefillTile<T, kHeadDim>,
+                                         const u32 (&a)[4],
+                                         const T* values,
+                                         float (&out)[PrefillTile<T, kHeadDim>::kDim / 8][4]) {
+  using Tile = PrefillTile<T, kHeadDim>;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < Tile::kDim / 16; ++n) {
+    u32 b[4];
+    load_matrix_transposed(
+        b, values + (lane / 8 % 2 * 8 + lane % 8) * Tile::kRow + n * 16 + lane / 16 * 8);
+    mma_m16n8k16<T>(out[2 * n], a, b[0], b[1]);
+    mma_m16n8k16<T>(out[2 * n + 1], a, b[2], b[3]);
+  }
+}
+
 // Up to 64 queries of one head, and the keys of its sequence.
 template <typename T>
 struct PrefillHead {
@@ -126,25 +172,8 @@ CUFUSE_DEVICE void attend_queries(PrefillTile<T, kHeadDim> tile,
     copy_async_wait<1>();
     __syncthreads();
 
-    // S = Q K^T
     float s[kKeys / 8][4];
-#pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] = 0.0f;
-    }
-#pragma unroll
-    for (int c = 0; c < kDim; c += 16) {
-      u32 a[4];
-      load_matrix(a, queries + (warp * 16 + lane % 16) * kRow + c + lane / 16 * 8);
-#pragma unroll
-      for (int n = 0; n < kKeys / 16; ++n) {
-        u32 b[4];
-        load_matrix(b, keys + (n * 16 + lane / 16 * 8 + lane % 8) * kRow + c + lane / 8 % 2 * 8);
-        mma_m16n8k16<T>(s[2 * n], a, b[0], b[1]);
-        mma_m16n8k16<T>(s[2 * n + 1], a, b[2], b[3]);
-      }
-    }
+    query_key_products(tile, queries, keys, s);
     __syncthreads();
     load(keys, head.k, head.k_stride, key + kKeys);
 
@@ -198,14 +227,7 @@ CUFUSE_DEVICE void attend_queries(PrefillTile<T, kHeadDim> tile,
                         pack_pair<T>(s[2 * k][2], s[2 * k][3]),
                         pack_pair<T>(s[2 * k + 1][0], s[2 * k + 1][1]),
                         pack_pair<T>(s[2 * k + 1][2], s[2 * k + 1][3])};
-#pragma unroll
-      for (int n = 0; n < kDim / 16; ++n) {
-        u32 b[4];
-        load_matrix_transposed(
-            b, values + (k * 16 + lane / 8 % 2 * 8 + lane % 8) * kRow + n * 16 + lane / 16 * 8);
-        mma_m16n8k16<T>(out[2 * n], a, b[0], b[1]);
-        mma_m16n8k16<T>(out[2 * n + 1], a, b[2], b[3]);
-      }
+      weight_value_products(tile, a, values + k * 16 * kRow, out);
     }
     __syncthreads();
     load(values, head.v, head.v_stride, key + kKeys);
