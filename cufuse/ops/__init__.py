@@ -20,7 +20,10 @@ from cufuse.ops.rmsnorm import rmsnorm
 from cufuse.ops.rope import rope
 from cufuse.ops.rope_append import rope_append
 from cufuse.ops.sample import sample
+from cufuse.ops.scores import scores
+from cufuse.ops.softmax import softmax
 from cufuse.ops.topk import topk
+from cufuse.ops.values import values
 
 __all__ = [
     "add_layernorm",
@@ -39,5 +42,8 @@ __all__ = [
     "rope",
     "rope_append",
     "sample",
+    "scores",
+    "softmax",
     "topk",
+    "values",
 ]
