@@ -119,7 +119,7 @@ def exponential(z: np.ndarray) -> np.ndarray:
     z = np.where(inside, z, _F(0))
     k = np.rint(z * _F(1.44269504))
     r = (z - k * _F(0.693359375)) - k * _F(-2.12194440e-4)
-    p = _F(1.9875691500e-4)
+    p = np.full_like(r, _F(1.9875691500e-4))
     for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
         p = p * r + _F(c)
     y = (p * (r * r) + r) + _F(1)
