@@ -64,5 +64,6 @@ def read_ms(size_bytes: int, gpu: int = 0) -> float:
 
 
 def read_gbps(gpu: int = 0) -> float:
-    """Return the device's read ceiling in GB/s, over 2 GB."""
-    return LARGE_BYTES / read_ms(LARGE_BYTES, gpu) / 1e6
+    """Return the device's read ceiling in GB/s, over 2 GB or an eighth of a small memory."""
+    size = min(LARGE_BYTES, device.gpu_info(gpu).memory_bytes // 8)
+    return size / read_ms(size, gpu) / 1e6

@@ -193,7 +193,7 @@ class Writer:
 
     def close(self) -> None:
         """Print what has to come whole."""
-        if self._form == "json":
+        if self._form == "json" and self._rows:
             self._emit(json.dumps([asdict(row) for row in self._rows], indent=2))
 
 

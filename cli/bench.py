@@ -161,17 +161,19 @@ def bench(
     if second:
         writers.append(Writer(second, lambda line: click.echo(line, err=True)))
     mark = stamp(_command(ctx))
-    for row in rows():
-        made.append(mark(row))
+    try:
+        for row in rows():
+            made.append(mark(row))
+            for writer in writers:
+                writer.write(made[-1])
+            sys.stdout.flush()
+    finally:  # what was measured before something went wrong is worth keeping
         for writer in writers:
-            writer.write(made[-1])
-        sys.stdout.flush()
-    for writer in writers:
-        writer.close()
+            writer.close()
+        if keep and made:
+            click.echo(f"rows appended to {save(made)}", err=True)
     if not made:
         raise Failure(f"nothing to measure with engine {', '.join(chosen)} on {where}", USAGE)
-    if keep:
-        click.echo(f"rows appended to {save(made)}", err=True)
     if plot:
         from cufuse.benchmarks.plot import draw
 

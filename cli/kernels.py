@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -102,7 +103,7 @@ def _compile_all(chosen: Sequence[jit.Kernel], archs: Sequence[str], jobs: int) 
     """Compile everything on so many processes."""
     total, done = len(chosen) * len(archs), 0
     show = sys.stderr.isatty()
-    with ProcessPoolExecutor(jobs) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         pending = [pool.submit(compile_one, kernel, arch) for kernel in chosen for arch in archs]
         for future in as_completed(pending):
             done += 1
