@@ -12,6 +12,7 @@ from cufuse.ops.attention import attention
 from cufuse.ops.combine import combine
 from cufuse.ops.embed import embed
 from cufuse.ops.expert_matmul import expert_matmul
+from cufuse.ops.gated_linear import gated_linear
 from cufuse.ops.layernorm import layernorm
 from cufuse.ops.linear import linear
 from cufuse.ops.moe import moe
@@ -34,6 +35,7 @@ __all__ = [
     "combine",
     "embed",
     "expert_matmul",
+    "gated_linear",
     "layernorm",
     "linear",
     "moe",

@@ -38,3 +38,15 @@ def normed(bound: Bound, norm: Norm | None, stream: Any) -> Array:
     scratch = device.SCRATCH.get(f"{bound.op} norm", x.nbytes, x, stream)
     out = scratch[: x.nbytes].view(x.dtype).reshape(x.shape)
     return rmsnorm(x, bound["norm"], eps=norm.eps, rounding=norm.rounding, out=out, stream=stream)
+
+
+def gate_template(activation: str, limit: float | None) -> tuple[str, str]:
+    """Return the template values Gate and Act; a clamped gate has its own activation."""
+    if limit is None:
+        return "Gate::plain", f"Act::{activation}"
+    return "Gate::clamped", "Act::none"
+
+
+def gate_fields(limit: float | None, alpha: float) -> dict[str, float]:
+    """Return the fields that a clamped gate reads."""
+    return {"limit": 0.0 if limit is None else limit, "alpha": alpha}

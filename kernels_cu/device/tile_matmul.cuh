@@ -10,6 +10,11 @@
 
 namespace cufuse {
 
+// Warps that an SM shall hold at once: what a kernel may use of the registers. With half of them
+// the FFMA path spills.
+template <typename T>
+constexpr int kTileWarps = sizeof(T) == 2 ? 16 : 8;
+
 // How a CTA cuts its tile: kWarpsM x kWarpsN warps. kVec is kPer16<T>, or 1 when k or an address
 // forbids accesses of 16 bytes.
 template <typename T,

@@ -89,7 +89,7 @@ template <typename T,
           int kWarpsN,
           int kStages,
           int kVec>
-__global__ void __launch_bounds__(kWarpsM * kWarpsN * 32)
+__global__ void __launch_bounds__(kWarpsM * kWarpsN * 32, kTileWarps<T> / (kWarpsM * kWarpsN))
     linear_tiles(const LinearTilesArgs<T> args) {
   using Shape = TileShape<T, kBlockM, kBlockN, kBlockK, kWarpsM, kWarpsN, kStages, kVec>;
   const int rows = args.rows, n = args.n, k = args.k;
