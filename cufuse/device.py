@@ -38,7 +38,7 @@ class TwinArray(np.ndarray):
 
 def twin(x: Any) -> TwinArray:
     """View an array-like as a TwinArray; contiguous input is not copied."""
-    return np.ascontiguousarray(x).view(TwinArray)
+    return np.asarray(x, order="C").view(TwinArray)
 
 
 def kind(x: Any) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from cufuse import device, ops
 from cufuse.device import Array
+from cufuse.ops.sample import check_options
 from cufuse.state import State
 from cufuse.weights import Weights
 
@@ -28,14 +29,7 @@ class Sampling:
 
     def check(self) -> None:
         """Raise ValueError for a value out of range."""
-        for name, value, low, high in (
-            ("temperature", self.temperature, 0.0, float("inf")),
-            ("top_k", self.top_k, 0, float("inf")),
-            ("top_p", self.top_p, 0.0, 1.0),
-            ("min_p", self.min_p, 0.0, 1.0),
-        ):
-            if not low <= value <= high:
-                raise ValueError(f"sampling: {name} is {value}, wanted {low} to {high}")
+        check_options(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
 
     def draw(self, logits: Array, state: State, out: Array) -> None:
         """Draw one id per row of logits [batch, vocab_size] into out [batch]."""

@@ -44,7 +44,7 @@ def sample(
     """
     steps = None if isinstance(step, int | np.integer) else step
     bound = checks.bind("sample", logits=(logits, "rows vocab"), step=(steps, "rows", np.int32))
-    _check_options(temperature, top_k, top_p, min_p, seed, 0 if steps is not None else step)
+    check_options(temperature, top_k, top_p, min_p, seed, 0 if steps is not None else step)
     rows, n = bound.sizes["rows"], bound.sizes["vocab"]
     ids = bound.output("out", out, (rows,), np.int32)
     if ids.size == 0:
@@ -93,9 +93,10 @@ def sample(
     return ids
 
 
-def _check_options(
-    temperature: float, top_k: int, top_p: float, min_p: float, seed: int, step: int
+def check_options(
+    temperature: float, top_k: int, top_p: float, min_p: float, seed: int, step: int = 0
 ) -> None:
+    """Raise ValueError for an option out of range."""
     if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise ValueError(
             f"sample: temperature is {temperature}, wanted 0 or {MIN_TEMPERATURE} to "
