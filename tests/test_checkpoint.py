@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 import tracemalloc
 import warnings
 from pathlib import Path
@@ -105,13 +106,30 @@ def write_gguf(
     return path
 
 
-def oracle(path: Path) -> dict[str, np.ndarray]:
-    """Read all tensors with the gguf package."""
-    reader = gguf.GGUFReader(path)
-    return {
-        t.name: gguf.quants.dequantize(t.data, t.tensor_type).reshape(t.shape[::-1])
-        for t in reader.tensors
-    }
+def decoded(values: np.ndarray, type_name: str) -> np.ndarray:
+    """Return what a stored tensor is worth, its blocks decoded one by one as ggml lays them out."""
+    if type_name == "F32" or values.ndim == 1:
+        return values
+    packed = gguf.quants.quantize(values, TYPES[type_name])
+    if type_name in ("F16", "BF16"):
+        stored = packed.view(np.float16 if type_name == "F16" else ml_dtypes.bfloat16)
+        return stored.astype(np.float32)
+    size = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}[type_name]
+    blocks = packed.reshape(-1, size)
+    made = np.empty((len(blocks), 32), np.float32)
+    for row, block in zip(made, blocks, strict=True):
+        scale = np.float32(block[:2].view(np.float16)[0])
+        if type_name == "Q8_0":
+            row[:] = [scale * np.float32(q) for q in block[2:].view(np.int8)]
+            continue
+        quants = block[size - 16 :].astype(np.int32)
+        whole = np.concatenate([quants % 16, quants // 16])  # low nibbles come first
+        if type_name == "Q4_0":
+            row[:] = [scale * np.float32(q - 8) for q in whole]
+        else:
+            least = np.float32(block[2:4].view(np.float16)[0])
+            row[:] = [scale * np.float32(q) + least for q in whole]
+    return made.reshape(values.shape)
 
 
 def unpermuted(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -126,9 +144,11 @@ def unpermuted(rows: np.ndarray, heads: int) -> np.ndarray:
 
 @pytest.mark.parametrize("type_name", TYPES)
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
-def test_gguf_equals_the_gguf_package(tmp_path, rng, type_name, bias):
-    path = write_gguf(tmp_path / "m.gguf", gguf_tensors(rng, bias=bias), type_name)
-    tensors = oracle(path)
+def test_gguf_values(tmp_path, rng, monkeypatch, type_name, bias):
+    monkeypatch.setattr(gguf_file, "CHUNK", 1000)  # many chunks, the last one shorter
+    given = gguf_tensors(rng, bias=bias)
+    path = write_gguf(tmp_path / "m.gguf", given, type_name)
+    tensors = {name: decoded(values, type_name) for name, values in given.items()}
     loaded = checkpoint.load(path, dtype=np.float32)
     assert loaded.config.tied_embeddings and loaded.config.qkv_bias == bias
     assert loaded.weights.head is loaded.weights.embedding
@@ -159,39 +179,65 @@ def test_gguf_equals_the_gguf_package(tmp_path, rng, type_name, bias):
 @pytest.mark.parametrize("type_name", ["F16", "BF16", "Q8_0"])
 def test_gguf_converts_to_every_dtype(tmp_path, rng, monkeypatch, type_name, dtype):
     monkeypatch.setattr(gguf_file, "CHUNK", 100)  # many chunks, the last one shorter
-    path = write_gguf(tmp_path / "m.gguf", gguf_tensors(rng), type_name)
+    tensors = gguf_tensors(rng)
+    path = write_gguf(tmp_path / "m.gguf", tensors, type_name)
     made = checkpoint.load(path, dtype=dtype).weights
     assert {array.dtype for _, array in made.named()} == {np.dtype(dtype)}
-    wanted = oracle(path)["blk.1.ffn_up.weight"].astype(dtype)
+    wanted = decoded(tensors["blk.1.ffn_up.weight"], type_name).astype(dtype)
     np.testing.assert_array_equal(made.layers[1].up, wanted)
 
 
-def test_gguf_header_equals_the_gguf_package(tmp_path, rng):
-    extra = {
-        "tokenizer.ggml.tokens": ["a", "ü", "", "<s>"],
-        "tokenizer.ggml.scores": [0.5, -1.0, -2.0, 0.0],
-        "tokenizer.ggml.token_type": [1, 1, 2, 3],
-        "tokenizer.ggml.add_bos_token": True,
-        "tokenizer.ggml.model": "gpt2",
-    }
-    path = write_gguf(tmp_path / "m.gguf", gguf_tensors(rng), "Q4_0", extra)
-    ours, theirs = gguf_file.GgufFile(path), gguf.GGUFReader(path)
-    fields = {k: f.contents() for k, f in theirs.fields.items() if not k.startswith("GGUF.")}
-    assert ours.metadata == fields
-    described = {
-        t.name: (tuple(t.shape[::-1].tolist()), t.tensor_type.name) for t in theirs.tensors
-    }
-    assert {n: (t.shape, t.type) for n, t in ours.tensors.items()} == described
-    kept = checkpoint.tokenizer_source(path)
-    assert kept == {k: v for k, v in fields.items() if k.startswith("tokenizer.")}
+TOKENIZER: dict[str, Any] = {
+    "tokenizer.ggml.tokens": ["a", "ü", "", "<s>"],
+    "tokenizer.ggml.scores": [0.5, -1.0, -2.0, 0.0],
+    "tokenizer.ggml.token_type": [1, 1, 2, 3],
+    "tokenizer.ggml.add_bos_token": True,
+    "tokenizer.ggml.model": "gpt2",
+}
 
 
-def test_gguf_type_numbers_equal_the_gguf_package():
-    theirs = {t.value: t.name for t in gguf.GGMLQuantizationType}
-    shared = theirs.keys() & gguf_file._TYPE_NAMES.keys()
-    assert {k: gguf_file._TYPE_NAMES[k] for k in shared} == {k: theirs[k] for k in shared}
-    for name, (values, size) in gguf_file._BLOCKS.items():
-        assert gguf.GGML_QUANT_SIZES[TYPES[name]] == (values, size)
+def test_gguf_header(tmp_path, rng):
+    tensors = gguf_tensors(rng)
+    path = write_gguf(tmp_path / "m.gguf", tensors, "Q4_0", TOKENIZER)
+    file = gguf_file.GgufFile(path)
+    given = {"general.architecture": "llama"} | METADATA | TOKENIZER
+    assert len(file.metadata) == len(given)
+    for key, value in given.items():
+        got = file.metadata[key]
+        assert got == (np.float32(value) if isinstance(value, float) else value), key
+        assert type(got) is type(value), key
+    described = {n: (t.shape, "Q4_0" if t.ndim > 1 else "F32") for n, t in tensors.items()}
+    assert {n: (t.shape, t.type) for n, t in file.tensors.items()} == described
+    assert checkpoint.tokenizer_source(path) == TOKENIZER
+
+
+def test_gguf_metadata_is_read_once(tmp_path, rng, monkeypatch):
+    path = write_gguf(tmp_path / "m.gguf", gguf_tensors(rng), metadata=TOKENIZER)
+    read, contents = [], gguf.ReaderField.contents
+
+    def counted(field: Any) -> Any:
+        read.append(field.name)
+        return contents(field)
+
+    monkeypatch.setattr(gguf.ReaderField, "contents", counted)
+    source = checkpoint.load(path, dtype=np.float32).tokenizer_source
+    tokens = "tokenizer.ggml.tokens"
+    assert tokens not in read
+    assert source[tokens] is source[tokens]
+    assert read.count(tokens) == 1
+
+
+def test_gguf_without_its_package(tmp_path, rng, monkeypatch):
+    path = write_gguf(tmp_path / "m.gguf", gguf_tensors(rng))
+    folder = write_folder(tmp_path / "m", "llama", hf_tensors(rng, "llama"))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    text = r'GGUF files need the gguf package: pip install "cufuse\[models\]"'
+    for read in (checkpoint.read_config, checkpoint.tokenizer_source):
+        with pytest.raises(Unsupported, match=text):
+            read(path)
+    with pytest.raises(Unsupported, match=text):
+        checkpoint.load(path, dtype=np.float32)
+    checkpoint.load(folder, dtype=np.float32)
 
 
 @pytest.mark.parametrize("rotary", [HEAD_DIM, 20], ids=["whole", "partial"])
@@ -279,11 +325,11 @@ def test_gguf_head_is_used_when_it_is_there(tmp_path, rng):
 
 def test_gguf_experts(tmp_path, rng):
     keys = {"llama.expert_count": 3, "llama.expert_used_count": 2}
-    path = write_gguf(tmp_path / "m.gguf", gguf_tensors(rng, experts=3), "Q8_0", keys)
+    tensors = gguf_tensors(rng, experts=3)
+    path = write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", keys)
     loaded = checkpoint.load(path, dtype=np.float32)
     made = loaded.config
     assert (made.n_experts, made.n_experts_per_token, made.norm_topk_prob) == (3, 2, True)
-    tensors = oracle(path)
     for ours, theirs in {
         "router": "ffn_gate_inp",
         "gate": "ffn_gate_exps",
@@ -291,7 +337,8 @@ def test_gguf_experts(tmp_path, rng):
         "down": "ffn_down_exps",
     }.items():
         got = getattr(loaded.weights.layers[1], ours)
-        np.testing.assert_array_equal(got, tensors[f"blk.1.{theirs}.weight"])
+        wanted = decoded(tensors[f"blk.1.{theirs}.weight"], "Q8_0")
+        np.testing.assert_array_equal(got, wanted)
 
 
 @pytest.mark.parametrize(
@@ -406,15 +453,68 @@ def test_gguf_broken_metadata(tmp_path, rng, key, value, text):
 def test_truncated_gguf_is_one_sentence_wherever_it_ends(tmp_path, rng):
     metadata = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.token_type": [1, 1]}
     path = write_gguf(tmp_path / "m.gguf", gguf_tensors(rng), "Q4_1", metadata)
-    whole, file = path.read_bytes(), gguf_file.GgufFile(path)
-    end = max(begin + file._size_bytes(name) for name, begin in file._begin.items())
-    header = min(file._begin.values())
+    whole, tensors = path.read_bytes(), gguf.GGUFReader(path).tensors
+    end = max(tensor.data_offset + tensor.n_bytes for tensor in tensors)
+    header = min(tensor.data_offset for tensor in tensors)
     for size in [*range(4, header, 7), *rng.integers(header, end, 50), end - 1]:
         path.write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match="truncated"):
             checkpoint.load(path, dtype=np.float32)
     path.write_bytes(whole[:end])
     checkpoint.load(path, dtype=np.float32)
+
+
+def test_truncated_gguf_of_a_vocabulary(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", {}, metadata=TOKENIZER)
+    whole = path.read_bytes()
+    end = whole.rindex(b"gpt2") + 4
+    for size in range(end - 200, end):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match="truncated"):
+            checkpoint.tokenizer_source(path)
+    path.write_bytes(whole[:end])
+    assert checkpoint.tokenizer_source(path) == TOKENIZER
+
+
+@pytest.mark.parametrize(
+    ("find", "replace", "text"),
+    [
+        # Names twice, a kind that does not exist, text that is none, counts beyond the file.
+        (b"attn_k.weight", b"attn_v.weight", r"broken: .*blk\.0\.attn_v\.weight"),
+        (b"ggml.tokens", b"ggml.scores", r"broken: .*tokenizer\.ggml\.scores"),
+        (b"head_count\x04", b"head_count\x63", r"broken: .*99.* is not a valid"),
+        (b"block_count", b"block_cou\xff\xff", r"broken: 'utf-8' codec"),
+        (b"llama\x11", b"llam\xff\x11", r"general\.architecture is broken: 'utf-8' codec"),
+        (b"tokens\x09\0\0\0\x08\0\0\0\x04\0", b"tokens\x09\0\0\0\x08\0\0\0\x04\x7f", "truncated"),
+        (b"type\x09\0\0\0\x05\0\0\0\x04\0\0", b"type\x09\0\0\0\x05\0\0\0\x04\0\x7f", "truncated"),
+    ],
+)
+def test_damaged_gguf_header(tmp_path, rng, find, replace, text):
+    path = write_gguf(tmp_path / "m.gguf", gguf_tensors(rng), metadata=TOKENIZER)
+    whole = path.read_bytes()
+    assert find in whole
+    path.write_bytes(whole.replace(find, replace, 1))
+    with pytest.raises(CheckpointError, match=text):
+        checkpoint.load(path, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "error", "text"),
+    [
+        (-12, 99, Unsupported, "unknown type .*99.*; cufuse reads F32, F16, BF16"),
+        (-4, 0xFFFFFFFF, CheckpointError, "truncated|entry of tensor .* is broken"),
+        (-16, 0x7FFFFFFF, CheckpointError, "truncated|is broken"),
+    ],
+)
+def test_damaged_gguf_tensor_entry(tmp_path, rng, at, value, error, text):
+    """The header ends with a tensor's sizes (8 bytes each), type (4 bytes) and place (8 bytes)."""
+    path = write_gguf(tmp_path / "m.gguf", gguf_tensors(rng))
+    field, whole = gguf.GGUFReader(path).tensors[-1].field, bytearray(path.read_bytes())
+    end = field.offset + sum(part.nbytes for part in field.parts)
+    struct.pack_into("<I", whole, end + at, value)
+    path.write_bytes(whole)
+    with pytest.raises(error, match=text):
+        checkpoint.load(path, dtype=np.float32)
 
 
 def test_not_a_gguf_file(tmp_path):

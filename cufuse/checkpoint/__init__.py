@@ -42,7 +42,7 @@ def load(
 
     One array at a time is converted and moved. Returns (config, weights, tokenizer_source). Raises
     FileNotFoundError, CheckpointError for a broken file, and Unsupported for a model or feature
-    that cufuse does not have; then nothing stays loaded.
+    that cufuse does not have, or a GGUF file without the gguf package; then nothing stays loaded.
     """
     dtype = np.dtype(dtype)
     if dtype not in device.FLOAT_DTYPES and not (dtype == np.float64 and kind == "numpy"):
@@ -95,7 +95,7 @@ def _describe(source: GgufFile | HfFolder) -> tuple[Config, Plan, tuple[str, ...
 
 def _tokenizer_source(source: GgufFile | HfFolder) -> TokenizerSource:
     if isinstance(source, GgufFile):
-        kept = {k: v for k, v in source.metadata.items() if k.startswith("tokenizer.")}
+        kept = source.metadata.under("tokenizer.")
         return kept if "tokenizer.ggml.model" in kept else None
     return source.path if (source.path / "tokenizer.json").is_file() else None
 

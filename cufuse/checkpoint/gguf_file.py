@@ -1,16 +1,14 @@
-"""GGUF files of architecture `llama`: header, quantised blocks, configuration, tensor names.
+"""GGUF files of architecture `llama`: configuration, tensor names, values.
 
-The header is parsed here and not by the `gguf` package, which makes an array of every string: 0.1 s
-against several for the vocabulary of a small model. The tests hold both against each other.
+The `gguf` package reads the header and dequantises the blocks. Checked here is what it leaves open:
+where a file ends, and what cufuse reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import mmap
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,191 +16,129 @@ import numpy as np
 
 from cufuse.checkpoint._source import CHUNK, CheckpointError, Plan, Stored, decoder_plan
 from cufuse.config import Config, RopeScaling
-from cufuse.device import Unsupported, bfloat16
+from cufuse.device import Unsupported
+from cufuse.tokenizer import INSTALL_MODELS
 
 MAGIC = b"GGUF"
+_MAX_DIMS = 4  # ggml's
 
-# fmt: off
-_TYPE_NAMES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
-    10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS",
-    17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
-    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16",
-    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
-}
-# fmt: on
-
-# Values and bytes of a block.
-_BLOCKS = {
-    "F32": (1, 4),
-    "F16": (1, 2),
-    "BF16": (1, 2),
-    "Q8_0": (32, 34),
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-}
-
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-_STRING, _ARRAY = 8, 9
-
-
-# ---- blocks -------------------------------------------------------------------------------------
-
-
-def dequantize(raw: np.ndarray, type_name: str) -> np.ndarray:
-    """Turn the bytes of whole blocks into values: float32, or the stored float type as it is."""
-    if type_name == "F32":
-        return raw.view("<f4")
-    if type_name == "F16":
-        return raw.view("<f2")
-    if type_name == "BF16":
-        return raw.view(bfloat16)
-    blocks = raw.reshape(-1, _BLOCKS[type_name][1])
-    scale = _halves(blocks, 0)
-    if type_name == "Q8_0":
-        return (blocks[:, 2:].view(np.int8) * scale).reshape(-1)
-    if type_name == "Q4_0":
-        return ((_nibbles(blocks[:, 2:]) - np.float32(8)) * scale).reshape(-1)
-    return (_nibbles(blocks[:, 4:]) * scale + _halves(blocks, 2)).reshape(-1)
-
-
-def _halves(blocks: np.ndarray, at: int) -> np.ndarray:
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
-
-
-def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """The low nibbles are a block's first half, the high ones its second."""
-    return np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32)
+# What the reader raises over bytes that make no sense.
+_DAMAGE = (ValueError, LookupError, OverflowError, RecursionError)
 
 
 # ---- the file -----------------------------------------------------------------------------------
 
 
-class _Cursor:
-    """Read a header front to back; the end of the file is an error, not a crash."""
+def _read(path: Path) -> Any:
+    """Open a file with the package's reader, whose slices past the end would just be shorter."""
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise Unsupported(
+            f"GGUF files need the gguf package: {INSTALL_MODELS} (safetensors load without)"
+        ) from error
 
-    def __init__(self, data: mmap.mmap, where: str) -> None:
-        self.data, self.where, self.at = data, where, 0
+    class Reader(GGUFReader):
+        data: Any
 
-    def _advance(self, size: int) -> int:
-        begin, self.at = self.at, self.at + size
-        if self.at > len(self.data):
-            raise CheckpointError(
-                f"{self.where} is truncated: its header ends after {len(self.data)} bytes; "
-                "download it again"
-            )
-        return begin
+        def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **options: Any) -> Any:
+            # Slicing a memmap takes three times as long, and a vocabulary is 150,000 slices.
+            if isinstance(self.data, np.memmap):
+                self.data = self.data.view(np.ndarray)
+            end = offset + int(count) * np.dtype(dtype).itemsize
+            if end > self.data.size:
+                raise CheckpointError(
+                    f"{path.name} is truncated: its contents reach to byte {end} and the file has "
+                    f"{self.data.size}; download it again"
+                )
+            return super()._get(offset, dtype, count, *args, **options)
 
-    def number(self, code: str) -> Any:
-        return struct.unpack_from("<" + code, self.data, self._advance(struct.calcsize(code)))[0]
+    try:
+        with np.errstate(over="ignore"):  # offsets that wrap around are caught afterwards
+            return Reader(path)
+    except CheckpointError:
+        raise
+    except _DAMAGE as error:
+        if "GGMLQuantizationType" in str(error):
+            raise Unsupported(
+                f"{path.name} has a tensor of unknown type ({error}); cufuse reads "
+                f"{', '.join(GgufFile.supported)}"
+            ) from error
+        raise CheckpointError(f"{path.name} is broken: {error}; download it again") from error
 
-    def text(self) -> str:
-        size = self.number("Q")
-        begin = self._advance(size)
-        return self.data[begin : begin + size].decode("utf-8", "replace")
 
-    def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.text()
-        if kind == _ARRAY:
-            element, count = self.number("I"), self.number("Q")
-            if element == _STRING:
-                return [self.text() for _ in range(count)]
-            if element in _SCALARS:
-                code = np.dtype(_SCALARS[element]).newbyteorder("<")
-                begin = self._advance(count * code.itemsize)
-                return np.frombuffer(self.data, code, count, begin).tolist()
-            kind = element
-        if kind not in _SCALARS:
-            raise CheckpointError(f"{self.where}: metadata of type {kind} at byte {self.at}")
-        return self.number(_SCALARS[kind])
+class Metadata(Mapping[str, Any]):
+    """A file's keys and values; a value is read when it is first asked for, and kept."""
+
+    def __init__(self, fields: Mapping[str, Any], where: str) -> None:
+        self._fields, self._where = fields, where
+        self._values: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._values:
+            field = self._fields[key]
+            try:
+                self._values[key] = field.contents()
+            except _DAMAGE as error:
+                raise CheckpointError(
+                    f"{self._where}: {key} is broken: {error}; download it again"
+                ) from error
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def under(self, prefix: str) -> Metadata:
+        """Return the part whose keys begin with prefix."""
+        kept = {key: field for key, field in self._fields.items() if key.startswith(prefix)}
+        return Metadata(kept, self._where)
 
 
 class GgufFile:
     """An open GGUF file; tensors are read from the mapped file when asked for."""
 
-    supported = tuple(_BLOCKS)
+    supported = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as file:
-            if file.read(4) != MAGIC:
-                raise CheckpointError(
-                    f"{path.name} is not a GGUF file: it does not begin with GGUF"
-                )
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        cursor = _Cursor(self._data, path.name)
-        cursor.at = len(MAGIC)
-        version = cursor.number("I")
-        if version not in (2, 3):
+            magic, version = file.read(len(MAGIC)), file.read(4)
+        if magic != MAGIC:
+            raise CheckpointError(f"{path.name} is not a GGUF file: it does not begin with GGUF")
+        number = int.from_bytes(version, "little")
+        if len(version) == 4 and number not in (2, 3):
             raise Unsupported(
-                f"{path.name} has GGUF version {version}; cufuse reads 2 and 3, little-endian"
+                f"{path.name} has GGUF version {number}; cufuse reads 2 and 3, little-endian"
             )
-        n_tensors, n_values = cursor.number("Q"), cursor.number("Q")
-        self.metadata: dict[str, Any] = {}
-        for _ in range(n_values):
-            key = cursor.text()
-            self.metadata[key] = cursor.value(cursor.number("I"))
+        reader = _read(path)
+        # The reader lists the header's counts as fields too.
+        fields = {k: field for k, field in reader.fields.items() if not k.startswith("GGUF.")}
+        self.metadata = Metadata(fields, path.name)
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.tensors: dict[str, Stored] = {}
-        self._begin: dict[str, int] = {}
-        for _ in range(n_tensors):
-            name = cursor.text()
-            n_dims = cursor.number("I")
-            if n_dims > 4 or name in self.tensors:
+        for name, tensor in self._tensors.items():
+            if len(tensor.shape) > _MAX_DIMS or tensor.data_offset < reader.data_offset:
                 raise CheckpointError(f"{path.name}: the entry of tensor {name} is broken")
-            sizes = tuple(cursor.number("Q") for _ in range(n_dims))
-            kind = cursor.number("I")
             # ggml counts dimensions from the innermost one.
-            self.tensors[name] = Stored(sizes[::-1], _TYPE_NAMES.get(kind, f"number {kind}"))
-            self._begin[name] = cursor.number("Q")
-        align = self.metadata.get("general.alignment", 32)
-        if not isinstance(align, int) or align < 1:
-            raise CheckpointError(f"{path.name}: general.alignment is {align!r}")
-        data_begin = -(-cursor.at // align) * align
-        for name, stored in self.tensors.items():
-            self._begin[name] += data_begin
-            if stored.type in _BLOCKS:
-                self._check_size(name, stored)
-
-    def _check_size(self, name: str, stored: Stored) -> None:
-        values, _ = _BLOCKS[stored.type]
-        if stored.shape and stored.shape[-1] % values:
-            raise CheckpointError(
-                f"{self.path.name}: rows of tensor {name} hold {stored.shape[-1]} values, not a "
-                f"multiple of the {values} in a {stored.type} block"
-            )
-        end = self._begin[name] + self._size_bytes(name)
-        if end > len(self._data):
-            raise CheckpointError(
-                f"{self.path.name} is truncated: tensor {name} ends at byte {end} and the file "
-                f"has {len(self._data)}; download it again"
-            )
-
-    def _size_bytes(self, name: str) -> int:
-        stored = self.tensors[name]
-        values, size = _BLOCKS[stored.type]
-        return math.prod(stored.shape) // values * size
+            self.tensors[name] = Stored(tuple(tensor.shape[::-1].tolist()), tensor.tensor_type.name)
 
     def chunks(self, name: str) -> Iterator[np.ndarray]:
-        """Yield a tensor's values in order, dequantised."""
-        values, size = _BLOCKS[self.tensors[name].type]
-        begin, total = self._begin[name], self._size_bytes(name)
-        step = max(CHUNK // values, 1) * size
-        for at in range(0, total, step):
-            raw = np.frombuffer(self._data, np.uint8, min(step, total - at), begin + at)
-            yield dequantize(raw, self.tensors[name].type)
+        """Yield a tensor's values in order: float32, or float16 where it is stored so."""
+        import gguf
+
+        kind = self._tensors[name].tensor_type
+        stored = self._tensors[name].data.reshape(-1)
+        if stored.dtype != np.uint8:
+            for at in range(0, stored.size, CHUNK):
+                yield stored[at : at + CHUNK]
+            return
+        values, size_bytes = gguf.GGML_QUANT_SIZES[kind]
+        step = max(CHUNK // values, 1) * size_bytes
+        for at in range(0, stored.size, step):
+            yield gguf.quants.dequantize(stored[at : at + step], kind)
 
 
 # ---- the model ----------------------------------------------------------------------------------
