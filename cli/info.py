@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from cufuse import device, hub, jit
+from cufuse.benchmarks import cublas
 
 _EXTRAS = {"gguf": "models", "tokenizers": "models", "jinja2": "models", "matplotlib": "plot"}
 
@@ -87,11 +88,7 @@ def _compiler(found: dict[str, Any], missing: dict[str, str]) -> None:
 
 def _cublas(found: dict[str, Any], missing: dict[str, str]) -> None:
     try:
-        from cupy_backends.cuda.libs import cublas
-
-        found["cublas"] = str(
-            cublas.getVersion(device.require_cupy().cuda.device.get_cublas_handle())
-        )
+        found["cublas"] = str(cublas.version())
     except Exception:  # a missing library, a missing driver
         missing["cuBLAS (only to compare with)"] = "pip install nvidia-cublas"
 
