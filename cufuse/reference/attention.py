@@ -119,13 +119,22 @@ def scores(
     )
 
 
-def _scores(q, k, start, lengths, causal, window, scale, softcap):  # type: ignore[no-untyped-def]
+def _scores(
+    q: np.ndarray,
+    k: np.ndarray,
+    start: np.ndarray | None,
+    lengths: np.ndarray | None,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+) -> np.ndarray:
     batch, q_len, n_heads, head_dim = q.shape
     kv_len, n_kv_heads = k.shape[1:3]
     seen = visible(batch, q_len, kv_len, start=start, lengths=lengths, causal=causal, window=window)
     seen = seen[:, None]
     # A key nobody sees may hold anything; it must not meet a product.
-    used = seen.any((1, 2))[..., None, None]
+    used = np.asarray(seen.any(axis=(1, 2)))[..., None, None]
     keys = np.where(used, wide(k), 0).repeat(n_heads // n_kv_heads, axis=2)
     s = np.einsum("bihd,bjhd->bhij", wide(q), keys) * (head_dim**-0.5 if scale is None else scale)
     if softcap is not None:
