@@ -9,8 +9,16 @@ from conftest import DTYPES, assert_close, poisoned, to_numpy
 from cufuse import jit, ops, reference
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("normalize", ["none", "sum", "softmax"])
+@pytest.mark.parametrize(
+    ("dtype", "normalize"),
+    [
+        (DTYPES["fp32"], "none"),
+        (DTYPES["fp32"], "sum"),
+        (DTYPES["fp16"], "softmax"),
+        (DTYPES["bf16"], "none"),
+    ],
+    ids=["fp32-none", "fp32-sum", "fp16-softmax", "bf16-none"],
+)
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 1, 1), (5, 70, 8), (2, 40, 40)])
 def test_topk_matches_sorting(to, rng, dtype, normalize, rows, n, k):
     x = rng.uniform(0.1, 4, (rows, n)).astype(dtype)

@@ -92,10 +92,8 @@ def moe(
             norm=_matmul.norm_tuple(bound, norm),
         )
         return y
-    gate = ("Gate::plain", f"Act::{activation}")
-    if limit is not None:
-        gate = ("Gate::clamped", "Act::none")
-    gated = {"limit": limit or 0.0, "alpha": alpha}
+    gate = _matmul.gate_template(activation, limit)
+    gated = _matmul.gate_fields(limit, alpha)
     if m <= _MIN_TILE_TOKENS or m * k <= bound.sizes["n_experts"]:
         _few_tokens(bound, y, gate, gated, norm, stream)
     else:
@@ -134,7 +132,7 @@ def _few_tokens(
         width(dim, *inputs.values(), *matrices.values()),
     )
     gate_up.launch(
-        (_columns(-(-hidden_dim // 8), m * k, y), m * k),
+        (_columns(-(-hidden_dim // 8), m * k, 3, y), m * k),
         256,
         {
             **inputs,
@@ -156,7 +154,7 @@ def _few_tokens(
     down = jit.kernel("fused/moe.cu", "moe_down", bound.dtype, width(hidden_dim, bound["w_down"]))
     splits = max(1, 8 // k)  # warps that share an expert, as the kernel has it
     down.launch(
-        (_columns(-(-dim // 4), m, y), m),
+        (_columns(-(-dim // 4), m, 2, y), m),
         256,
         {
             "hidden": hidden,
@@ -330,8 +328,8 @@ def _combined_bytes(bound: Bound, y: Array) -> int:
     return len(y) * bound.sizes["k"] * 8 + y.nbytes * (1 if bound["residual"] is None else 2)
 
 
-def _columns(groups: int, rows: int, like: Array) -> int:
+def _columns(groups: int, rows: int, per_sm: int, like: Array) -> int:
     """CTAs that share the `groups` of each of `rows` rows: all resident at once, evenly loaded."""
-    resident = 2 * tiles.target_of(like).sm_count
+    resident = per_sm * tiles.target_of(like).sm_count
     each = -(-groups // max(1, min(groups, resident // rows)))
     return -(-groups // each)

@@ -46,7 +46,8 @@ struct MoeGateUpArgs {
 };
 
 template <typename T, Gate kGate, Act kAct, Rounding kRounding, int kVec>
-__global__ void __launch_bounds__(256) moe_gate_up(const MoeGateUpArgs<T> args) {
+__global__ void __launch_bounds__(256, kResidentWarps<1> / 8)
+    moe_gate_up(const MoeGateUpArgs<T> args) {
   using Shape = MatvecShape<1, 2, 4, 8, 1, kVec>;
   __shared__ float partial[Shape::kPartials];
   T* staged = dynamic_shared<T>();  // [chunk_count * kChunk]

@@ -1,6 +1,9 @@
 // out = sum over a token's slots, in ascending expert id, of weight * y, plus a residual. A CTA
-// takes a token, a thread every 256th group of kVec columns. Bounded by reading y. instantiate:
-// combine<bfloat16, 8> instantiate: combine<half, 1> instantiate: combine<float, 4>
+// takes a token, a thread every 256th group of kVec columns. Bounded by reading y.
+// instantiate: combine<bfloat16, bfloat16, 8>
+// instantiate: combine<float, bfloat16, 8>
+// instantiate: combine<float, half, 1>
+// instantiate: combine<float, float, 4>
 #include "device/route.cuh"
 #include "device/vec.cuh"
 
