@@ -4,6 +4,8 @@ NumPy in gives NumPy out through the reference; CuPy in gives CuPy out through t
 arrays' device and the current stream, asynchronously.
 """
 
+from cufuse.ops.activation import activation
+from cufuse.ops.add import add
 from cufuse.ops.add_layernorm import add_layernorm
 from cufuse.ops.add_rmsnorm import add_rmsnorm
 from cufuse.ops.append import append
@@ -13,10 +15,13 @@ from cufuse.ops.combine import combine
 from cufuse.ops.embed import embed
 from cufuse.ops.expert_matmul import expert_matmul
 from cufuse.ops.gated_linear import gated_linear
+from cufuse.ops.glu import glu
 from cufuse.ops.layernorm import layernorm
 from cufuse.ops.linear import linear
+from cufuse.ops.matmul import matmul
 from cufuse.ops.moe import moe
 from cufuse.ops.moe_route import moe_route
+from cufuse.ops.mul import mul
 from cufuse.ops.rmsnorm import rmsnorm
 from cufuse.ops.rope import rope
 from cufuse.ops.rope_append import rope_append
@@ -27,6 +32,8 @@ from cufuse.ops.topk import topk
 from cufuse.ops.values import values
 
 __all__ = [
+    "activation",
+    "add",
     "add_layernorm",
     "add_rmsnorm",
     "append",
@@ -36,10 +43,13 @@ __all__ = [
     "embed",
     "expert_matmul",
     "gated_linear",
+    "glu",
     "layernorm",
     "linear",
+    "matmul",
     "moe",
     "moe_route",
+    "mul",
     "rmsnorm",
     "rope",
     "rope_append",
