@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 from conftest import DTYPES, assert_close, poisoned, to_numpy
@@ -224,6 +226,12 @@ def test_an_id_that_is_no_expert_makes_its_token_nan(to, rng, m):
         return
     got = to_numpy(layer.run(to))
     assert np.isnan(got[1]).all() and np.isfinite(np.delete(got, 1, 0)).all()
+
+
+def test_more_slots_than_go_through_the_tiles_at_once(to, rng, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("cufuse.ops.moe"), "_MAX_SLOTS", 33)
+    layer = Layer(rng, 50, 24, 16, 4, 2, np.float32)
+    layer.check(to, bias=True, residual=True, norm=True)
 
 
 def test_few_tokens_are_two_launches(to_kernels, rng):

@@ -183,3 +183,30 @@ def test_route_of_real_shapes(rng, m, dim, n_experts, k):
     norm = Norm(cupy.asarray(np.ones(dim, device.bfloat16)))
     got = ops.moe_route(cupy.asarray(x), cupy.asarray(w), cupy.asarray(b), k=k, norm=norm)
     check(got, x, w, b, k=k, norm=Norm(np.ones(dim, device.bfloat16)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("m", [3, 70])
+def test_router_logits_are_not_rounded(to, rng, dtype, m):
+    x, w, b = inputs(rng, m, 64, 20, dtype, scale=1.0)
+    out = poisoned((m, 20), np.float32, to)
+    got = ops.router_logits(to(x), to(w), to(b), out=out)
+    assert got is out
+    assert_close(got, reference.router_logits(*(a.astype(np.float64) for a in (x, w, b))), "f4")
+
+
+def test_router_logits_of_odd_shapes(to, rng):
+    x, w, _ = inputs(rng, 2, 33, 9, np.float32)
+    wanted = x.astype(np.float64) @ w.astype(np.float64).T
+    assert_close(ops.router_logits(to(x), to(w)), wanted, np.float32)
+    assert ops.router_logits(to(x[:0]), to(w)).shape == (0, 9)
+    with pytest.raises(TypeError, match="out has dtype float16, wanted float32"):
+        ops.router_logits(to(x), to(w), out=to(np.zeros((2, 9), np.float16)))
+
+
+def test_step_by_step_routing_equals_the_fused_one(to_kernels, rng):
+    x, w, b = (to_kernels(a) for a in inputs(rng, 5, 64, 20, np.float16))
+    ids, weights = ops.moe_route(x, w, b, k=4, router="topk_softmax")
+    values, same = ops.topk(ops.router_logits(x, w, b), 4, normalize="softmax")
+    assert (to_numpy(ids) == to_numpy(same)).all()
+    np.testing.assert_allclose(to_numpy(values), to_numpy(weights), rtol=1e-6)

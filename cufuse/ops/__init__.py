@@ -22,9 +22,11 @@ from cufuse.ops.matmul import matmul
 from cufuse.ops.moe import moe
 from cufuse.ops.moe_route import moe_route
 from cufuse.ops.mul import mul
+from cufuse.ops.qkv_rope_append import qkv_rope_append
 from cufuse.ops.rmsnorm import rmsnorm
 from cufuse.ops.rope import rope
 from cufuse.ops.rope_append import rope_append
+from cufuse.ops.router_logits import router_logits
 from cufuse.ops.sample import sample
 from cufuse.ops.scores import scores
 from cufuse.ops.softmax import softmax
@@ -50,9 +52,11 @@ __all__ = [
     "moe",
     "moe_route",
     "mul",
+    "qkv_rope_append",
     "rmsnorm",
     "rope",
     "rope_append",
+    "router_logits",
     "sample",
     "scores",
     "softmax",

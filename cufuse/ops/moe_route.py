@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cufuse import checks, device, jit, reference
+from cufuse import checks, device, jit, reference, tiles
 from cufuse.device import Array
 from cufuse.ops import _matmul
 from cufuse.ops._vector import width
@@ -74,10 +74,8 @@ def moe_route(
             norm=_matmul.norm_tuple(bound, norm),
         )
         return ids, weights
-    # What a row takes in shared memory, filled up to whole chunks of 32 x 16 bytes.
-    row_bytes = -(-dim * bound.dtype.itemsize // 512) * 512
-    tokens = next((n for n in (8, 4) if m >= _MANY_TOKENS and n * row_bytes <= _SHARED_BYTES), 1)
-    tiles = -(-m // tokens)
+    tokens, row_bytes = router_tile(m, dim, bound.dtype.itemsize)
+    n_tiles = -(-m // tokens)
     arrays = {"x": bound["x"], "norm_weight": bound["norm"], "w": bound["w"], "b": bound["b"]}
     kernel = jit.kernel(
         "fused/moe_route.cu",
@@ -87,15 +85,14 @@ def moe_route(
         tokens,
         width(dim, *arrays.values()),
     )
-    experts = 8 if tokens == 1 else 16  # that a CTA takes
     scratch = device.SCRATCH
     kernel.launch(
-        (-(-n_experts // experts), min(tiles, 65535)),
+        (-(-n_experts // experts_per_cta(tokens)), min(n_tiles, 65535)),
         256,
         {
             **arrays,
             "logits": scratch.get("moe_route logits", m * n_experts * 4, weights, stream),
-            "arrived": scratch.get("moe_route arrived", tiles * 4, weights, stream),
+            "arrived": scratch.get("moe_route arrived", n_tiles * 4, weights, stream),
             "ids": ids,
             "weights": weights,
             "rows": m,
@@ -111,3 +108,18 @@ def moe_route(
         size_bytes=sum(a.nbytes for a in (*arrays.values(), ids, weights) if a is not None),
     )
     return ids, weights
+
+
+def router_tile(m: int, dim: int, itemsize: int) -> tuple[int, int]:
+    """Return how many tokens a CTA keeps in shared memory, and the bytes that each takes there."""
+    row_bytes = tiles.chunks(dim, itemsize) * 512
+    if m >= _MANY_TOKENS:
+        for tokens in (8, 4):
+            if tokens * row_bytes <= _SHARED_BYTES:
+                return tokens, row_bytes
+    return 1, row_bytes
+
+
+def experts_per_cta(tokens: int) -> int:
+    """One for each of eight warps; more where the tokens have to be worth staging."""
+    return 8 if tokens == 1 else 16
