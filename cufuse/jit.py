@@ -219,7 +219,7 @@ class Kernel:
         cupy = device.require_cupy()
         gpu = cupy.cuda.runtime.getDevice()
         function = _gpu_function(self, gpu, cooperative)
-        if shared_bytes > 48 * 1024:
+        if shared_bytes:
             _allow_shared(self, gpu, cooperative, shared_bytes)
         on = device.as_stream(stream)
         verbose = debug_level() >= 2 and not on.is_capturing()
@@ -309,14 +309,17 @@ def _sass(cubin: bytes) -> str:
 
 @functools.cache
 def _allow_shared(made: Kernel, gpu: int, cooperative: bool, shared_bytes: int) -> None:
-    limit = device.gpu_info(gpu).shared_bytes_per_block
-    if shared_bytes > limit:
-        raise device.Unsupported(
-            f"{made.name} needs {shared_bytes} bytes of shared memory and this GPU has {limit}"
-        )
+    """Raise the function's limit of dynamic shared memory; what it has statically counts too."""
     driver = device.require_cupy().cuda.driver
-    attribute = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    driver.funcSetAttribute(_gpu_function(made, gpu, cooperative).ptr, attribute, shared_bytes)
+    pointer = _gpu_function(made, gpu, cooperative).ptr
+    needed = shared_bytes + driver.funcGetAttribute(1, pointer)  # SHARED_SIZE_BYTES
+    limit = device.gpu_info(gpu).shared_bytes_per_block
+    if needed > limit:
+        raise device.Unsupported(
+            f"{made.name} needs {needed} bytes of shared memory and this GPU has {limit}"
+        )
+    if needed > 48 * 1024:
+        driver.funcSetAttribute(pointer, 8, shared_bytes)  # MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 # ---- without a GPU ------------------------------------------------------------------------------

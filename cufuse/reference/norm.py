@@ -42,6 +42,7 @@ def layernorm(
         x = narrow(wide(x) + wide(residual), x)
     v = wide(x)
     difference = v - v.mean(-1, keepdims=True)
+    difference = difference - difference.mean(-1, keepdims=True)  # a large mean was rounded
     variance = (difference * difference).mean(-1, keepdims=True)
     y = difference / np.sqrt(variance + v.dtype.type(eps))
     if weight is not None:

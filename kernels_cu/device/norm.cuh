@@ -112,8 +112,8 @@ CUFUSE_DEVICE void rmsnorm_row(
   });
 }
 
-// y = (x - mean) * rsqrt(variance + eps) * weight + bias, rounded once. The variance is that of the
-// differences (two passes), so a large mean does no harm.
+// y = (x - mean) * rsqrt(variance + eps) * weight + bias, rounded once. Mean and variance are those
+// of the differences from a first mean, which float rounds, so a large mean does no harm.
 template <typename T, int kThreads, int kVec, typename Load, typename Reload>
 CUFUSE_DEVICE void layernorm_row(T* y,
                                  const T* weight,
@@ -130,15 +130,18 @@ CUFUSE_DEVICE void layernorm_row(T* y,
     for (int j = 0; j < kVec; ++j) sum += to_float(group.v[j]);
   });
   const float mean = block_sum<kThreads>(sum, partial) / static_cast<float>(n);
-  float squares = 0.0f;
+  float differences = 0.0f, squares = 0.0f;
   row.again(reload, [&](int, const Vec<T, kVec>& group) {
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
       const float difference = to_float(group.v[j]) - mean;
+      differences += difference;
       squares = fmaf(difference, difference, squares);
     }
   });
-  const float variance = block_sum<kThreads>(squares, partial) / static_cast<float>(n);
+  const float drift = block_sum<kThreads>(differences, partial) / static_cast<float>(n);
+  const float square = block_sum<kThreads>(squares, partial) / static_cast<float>(n);
+  const float variance = fmaxf(fmaf(-drift, drift, square), 0.0f);
   const float scale = rsqrtf(variance + eps);
   row.again(reload, [&](int i, const Vec<T, kVec>& group) {
     Vec<T, kVec> weights, biases, result;
@@ -148,7 +151,7 @@ CUFUSE_DEVICE void layernorm_row(T* y,
     for (int j = 0; j < kVec; ++j) {
       const float w = weight ? to_float(weights.v[j]) : 1.0f;
       const float b = bias ? to_float(biases.v[j]) : 0.0f;
-      result.v[j] = from_float<T>(fmaf((to_float(group.v[j]) - mean) * scale, w, b));
+      result.v[j] = from_float<T>(fmaf((to_float(group.v[j]) - mean - drift) * scale, w, b));
     }
     store_vec<kVec>(y + i, result);
   });
