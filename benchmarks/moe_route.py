@@ -42,7 +42,7 @@ class MoeRoute(Case):
         return 3.0 / math.sqrt(self.size["dim"]) if name == "w" else 1.0
 
     def unfused(self, a: Arrays) -> None:
-        ops.matmul(a["x"], a["w"], out=a["logits"])
+        ops.router_logits(a["x"], a["w"], out=a["logits"])
         ops.softmax(a["logits"], out=a["logits"])
         ops.topk(a["logits"], self.size["k"], normalize="sum", out=(a["weights"], a["ids"]))
 
