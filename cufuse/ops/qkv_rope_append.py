@@ -1,0 +1,197 @@
+"""The QKV projection with RoPE and the cache append behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cufuse import checks, device, jit, reference, tiles
+from cufuse.checks import Bound
+from cufuse.device import Array
+from cufuse.ops import _cache, _matmul
+from cufuse.ops._vector import width
+from cufuse.ops.linear import linear
+from cufuse.ops.rmsnorm import Norm
+from cufuse.ops.rope import check_pairs, pairing
+from cufuse.ops.rope_append import rope_append
+
+_OP = "qkv_rope_append"
+
+
+def qkv_rope_append(
+    x: Array,
+    w: Array,
+    b: Array | None = None,
+    *,
+    start: Array,
+    k_cache: Array,
+    v_cache: Array,
+    n_heads: int,
+    cos: Array | None = None,
+    sin: Array | None = None,
+    norm: Norm | None = None,
+    q_norm: Array | None = None,
+    k_norm: Array | None = None,
+    qk_eps: float = 1e-5,
+    qk_rounding: str = "cast_first",
+    interleaved: bool = False,
+    out: Array | None = None,
+    stream: Any = None,
+) -> Array:
+    """Project queries, keys and values, rotate queries and keys and append keys and values to the
+    cache; in one launch for up to tiles.MAX_ROWS rows without QK-norm, else `linear` and then
+    `rope_append`.
+
+    x: [batch, q_len, dim]
+    w: [(n_heads + 2 n_kv_heads) head_dim, dim], rows of q, then k, then v
+    b: [(n_heads + 2 n_kv_heads) head_dim]
+    start: [batch] int32, tokens each sequence has in the cache; token i gets position start + i
+    k_cache, v_cache: [batch, n_kv_heads, capacity, head_dim], written in place; views with a
+        contiguous last dimension are fine; a token beyond the capacity is dropped
+    cos, sin: [max_pos, n_pairs] float32; without them nothing is rotated, beyond them lies NaN
+    norm: an RMSNorm of x on the way in
+    q_norm, k_norm: RMSNorm weights, [head_dim] or over the full projection
+        ([n_heads head_dim], [n_kv_heads head_dim]); qk_rounding as in `rmsnorm`
+    interleaved: pair t is values 2t and 2t + 1 (Cohere, DeepSeek), else t and t + n_pairs (Llama)
+    out: [batch, q_len, n_heads, head_dim]
+
+    Returns the queries, [batch, q_len, n_heads, head_dim] in x's dtype. In the one launch the
+    projection stays in float32 until it is rotated. Raises ValueError for sizes and TypeError for
+    dtypes or mixed libraries.
+    """
+    bound = checks.bind(
+        _OP,
+        strided=("k_cache", "v_cache"),
+        x=(x, "batch q_len dim"),
+        w=(w, "n dim"),
+        b=(b, "n"),
+        norm=(_matmul.norm_weight(_OP, norm), "dim"),
+        start=(start, "batch", np.int32),
+        k_cache=(k_cache, "batch n_kv_heads capacity head_dim"),
+        v_cache=(v_cache, "batch n_kv_heads capacity head_dim"),
+        cos=(cos, "max_pos n_pairs", np.float32),
+        sin=(sin, "max_pos n_pairs", np.float32),
+        q_norm=(q_norm, "q_norm"),
+        k_norm=(k_norm, "k_norm"),
+    )
+    keys = _cache.writable(bound, _OP, "k_cache", k_cache)
+    values = _cache.writable(bound, _OP, "v_cache", v_cache)
+    batch, n_kv_heads, _, head_dim = keys.shape
+    n, q_len = bound.sizes["n"], bound.sizes["q_len"]
+    if n != (n_heads + 2 * n_kv_heads) * head_dim:
+        raise ValueError(
+            f"{_OP}: w has {n} rows, wanted (n_heads + 2 n_kv_heads) head_dim = "
+            f"({n_heads} + 2 x {n_kv_heads}) x {head_dim} = "
+            f"{(n_heads + 2 * n_kv_heads) * head_dim}"
+        )
+    if (cos is None) != (sin is None):
+        raise ValueError(f"{_OP}: cos and sin come together; one of them is missing")
+    if cos is not None:
+        check_pairs(_OP, bound["cos"], head_dim)
+    q = bound.output("out", out, (batch, q_len, n_heads, head_dim))
+    if batch * q_len * n == 0:
+        return q
+    target = tiles.target_of(q)
+    tile = tiles.choose(_OP, target, batch * q_len, n, bound.sizes["dim"], bound.dtype)
+    no_norms = q_norm is None and k_norm is None
+    if (
+        isinstance(tile, tiles.RowsTile)
+        and no_norms
+        and head_dim % 2 == 0
+        and bound.kind != "numpy"
+    ):
+        _few_rows(bound, tile, target, q, keys, values, n_heads, norm, interleaved, stream)
+        return q
+    options = {
+        "start": bound["start"],
+        "k_cache": keys,
+        "v_cache": values,
+        "n_heads": n_heads,
+        "cos": bound["cos"],
+        "sin": bound["sin"],
+        "q_norm": bound["q_norm"],
+        "k_norm": bound["k_norm"],
+        "qk_eps": qk_eps,
+        "qk_rounding": qk_rounding,
+        "interleaved": interleaved,
+    }
+    if bound.kind == "numpy":
+        qkv = reference.linear(
+            bound["x"], bound["w"], bound["b"], norm=_matmul.norm_tuple(bound, norm)
+        )
+        return rope_append(qkv, **options, out=q)
+    size = batch * q_len * n
+    scratch = device.SCRATCH.get(f"{_OP} qkv", size * bound.dtype.itemsize, q, stream)
+    qkv = scratch[: size * bound.dtype.itemsize].view(bound.dtype).reshape(batch, q_len, n)
+    linear(
+        bound["x"],
+        bound["w"],
+        bound["b"],
+        norm=None if norm is None else norm._replace(weight=bound["norm"]),
+        out=qkv,
+        stream=stream,
+    )
+    return rope_append(qkv, **options, out=q, stream=stream)
+
+
+def _few_rows(
+    bound: Bound,
+    tile: tiles.RowsTile,
+    target: tiles.Target,
+    q: Array,
+    keys: Array,
+    values: Array,
+    n_heads: int,
+    norm: Norm | None,
+    interleaved: bool,
+    stream: Any,
+) -> None:
+    """Do everything in one launch."""
+    batch, n_kv_heads, capacity, head_dim = keys.shape
+    q_len, dim, n = (bound.sizes[name] for name in ("q_len", "dim", "n"))
+    rows = batch * q_len
+    n_pairs = bound.sizes.get("n_pairs", 0)
+    max_pos = bound.sizes.get("max_pos", 0)
+    arrays = {"x": bound["x"], "w": bound["w"], "b": bound["b"], "norm_weight": bound["norm"]}
+    kernel = jit.kernel(
+        "fused/qkv_rope_append.cu",
+        "qkv_rows",
+        bound.dtype,
+        pairing(interleaved),
+        _matmul.rounding(norm),
+        *tile.template,
+        width(dim, bound["x"], bound["w"], bound["norm"]),
+    )
+    kernel.launch(
+        tile.grid(target, rows, n),
+        tile.threads,
+        {
+            **arrays,
+            "cos": bound["cos"],
+            "sin": bound["sin"],
+            "start": bound["start"],
+            "q": q,
+            "k_cache": keys,
+            "v_cache": values,
+            **_cache.strides(keys, "k_batch_stride", "k_head_stride", "k_pos_stride"),
+            **_cache.strides(values, "v_batch_stride", "v_head_stride", "v_pos_stride"),
+            "rows": rows,
+            "q_len": q_len,
+            "n_heads": n_heads,
+            "n_kv_heads": n_kv_heads,
+            "head_dim": head_dim,
+            "dim": dim,
+            "n_pairs": n_pairs,
+            "max_pos": max_pos,
+            "capacity": capacity,
+            "eps": 0.0 if norm is None else norm.eps,
+        },
+        like=q,
+        shared_bytes=tile.shared_bytes,
+        stream=stream,
+        size_bytes=sum(a.nbytes for a in arrays.values() if a is not None)
+        + bound["start"].nbytes
+        + rows * n * bound.dtype.itemsize
+        + 2 * min(rows, max_pos) * n_pairs * 4,
+    )
