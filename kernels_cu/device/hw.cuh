@@ -57,9 +57,6 @@ CUFUSE_DEVICE bfloat16 from_float<bfloat16>(float v) {
 // 16 bytes that are read once and never written in this launch: first to leave the caches.
 CUFUSE_DEVICE uint4 load_stream(const void* p) { return __ldcs(static_cast<const uint4*>(p)); }
 
-// Start bringing the line at p into L2; nothing waits for it.
-CUFUSE_DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // A word that another CTA publishes with `add_acq_rel` or `store_release`.
 CUFUSE_DEVICE u32 load_acquire(const u32* p) {
   u32 v;

@@ -267,7 +267,6 @@ inline half from_float<half>(float v) {
 // ---- global memory
 
 inline uint4 load_stream(const void* p) { return *static_cast<const uint4*>(p); }
-inline void prefetch(const void*) {}
 inline u32 load_acquire(const u32* p) {
   host::yield("load_acquire");
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
