@@ -22,11 +22,7 @@ def moved(weights, to):
     return weights.map(to)
 
 
-@pytest.mark.parametrize("engine", engines.ENGINES)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_prompt_matches_float64(to, rng, engine, name):
-    if engine == "reference" and to is not np.asarray:
-        pytest.skip("the reference is NumPy")
+def check_prompt(engine, name, rng, to):
     made = small(name)
     tokens = rng.integers(0, made.config.vocab_size, (1, 11)).astype(np.int32)
     wanted = oracle(made, tokens)
@@ -35,6 +31,17 @@ def test_prompt_matches_float64(to, rng, engine, name):
     got = engines.get(engine).step(weights, state, to(tokens), all_logits=True)
     assert relative_error(got, wanted) < LOGITS["float32"]
     assert state.length == 11 and int(to_numpy(state.start)[0]) == 11
+
+
+@pytest.mark.parametrize("engine", KERNEL_ENGINES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prompt_matches_float64(to, rng, engine, name):
+    check_prompt(engine, name, rng, to)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_reference_in_float32_matches_float64(rng, name):
+    check_prompt("reference", name, rng, np.asarray)
 
 
 @pytest.mark.parametrize("engine", KERNEL_ENGINES)

@@ -105,16 +105,16 @@ def _attention(
     if not c.causal:
         keys, values = keys[:, :q_len], values[:, :q_len]
     start = state.start if c.causal else None
-    seen = {"causal": c.causal, "window": c.layer_window(i)}
     s = ops.scores(
         q.reshape(heads),
         keys,
         start,
-        **seen,
+        causal=c.causal,
+        window=c.layer_window(i),
         out=state.buffer("scores", (batch, c.n_heads, q_len, keys.shape[1])),
     )
-    ops.softmax(s, sinks=layer.sinks, out=s)
-    a = ops.values(s, values, out=state.buffer("attention", heads))
+    ops.softmax(s, sinks=layer.sinks, start=start, out=s)
+    a = ops.values(s, values, start=start, out=state.buffer("attention", heads))
     _linear(a.reshape(batch, q_len, c.q_dim), layer.out, layer.out_bias, o)
 
 
@@ -144,9 +144,7 @@ def _experts(c: Config, state: State, layer: Layer, h: Array, o: Array) -> None:
     m, k = math.prod(h.shape[:-1]), c.n_experts_per_token
     rows = h.reshape(m, c.dim)
     logits = state.buffer("router", (m, c.n_experts), "float32")
-    ops.matmul(rows, layer.router, out=logits)
-    if layer.router_bias is not None:
-        ops.add(logits, layer.router_bias, out=logits)
+    ops.router_logits(rows, layer.router, layer.router_bias, out=logits)
     if c.router == "softmax_topk":
         ops.softmax(logits, out=logits)
         normalize = "sum" if c.norm_topk_prob else "none"

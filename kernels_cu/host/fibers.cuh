@@ -3,7 +3,10 @@
 // A fiber runs until it has to wait (barrier, shuffle, flag) and then hands over to another fiber
 // of its CTA. Cooperative grids get one worker thread per CTA, so that all CTAs are resident. A
 // fault (wrong mask, hang, out of shared memory) ends the launch and becomes a Python exception.
-#pragma once
+// Guarded by name: a precompiled header may come from another checkout, where the file has another
+// date, and `#pragma once` would take it for another file.
+#ifndef CUFUSE_HOST_FIBERS_CUH
+#define CUFUSE_HOST_FIBERS_CUH
 
 #include <atomic>
 #include <chrono>
@@ -340,3 +343,5 @@ inline unsigned block_barrier(bool predicate, const char* name) {
 }
 
 }  // namespace cufuse::host
+
+#endif  // CUFUSE_HOST_FIBERS_CUH

@@ -1,5 +1,8 @@
 // The twin of device/hw.cuh for g++: CUDA's words and our instructions in plain C++ on fibers.
-#pragma once
+// Guarded by name: a precompiled header may come from another checkout, where the file has another
+// date, and `#pragma once` would take it for another file.
+#ifndef CUFUSE_HOST_HW_CUH
+#define CUFUSE_HOST_HW_CUH
 
 #include <algorithm>
 #include <cmath>
@@ -361,3 +364,5 @@ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 
 }  // namespace cufuse
+
+#endif  // CUFUSE_HOST_HW_CUH
