@@ -52,12 +52,12 @@ class Row:
     command: str | None = None
 
 
-def stamp(command: str | None = None) -> Callable[[Row], Row]:
+def stamp(command: str | None = None, commit: str | None = None) -> Callable[[Row], Row]:
     """Return what writes the device, the date, the commit and the command into a row."""
     known: dict[str, Any] = {
         "gpu": device.gpu_info().name if device.gpu_available() else None,
         "date": datetime.date.today().isoformat(),
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "command": command,
     }
     return lambda row: replace(row, **known)

@@ -85,7 +85,7 @@ def time_variant(
     def run(i: int) -> None:
         kernel.launch(
             variant.grid(target, m, n),
-            tile.threads,
+            tile.warps * 32,
             {
                 "x": x,
                 "w": weights[i],

@@ -98,6 +98,7 @@ Examples:
     "-oe", "--output-error", "second", type=click.Choice(FORMATS), help="Also print to stderr."
 )
 @click.option("--save", "keep", is_flag=True, help="Append the rows to benchmarks/results.")
+@click.option("--commit", help="Commit to note in the rows.  [default: what git says]")
 @click.option("--no-verify", is_flag=True, help="Time without checking the results first.")
 @click.option(
     "--plot",
@@ -120,6 +121,7 @@ def bench(
     output: str,
     second: str | None,
     keep: bool,
+    commit: str | None,
     no_verify: bool,
     plot: Path | None,
 ) -> None:
@@ -160,7 +162,7 @@ def bench(
     writers = [Writer(output, click.echo)]
     if second:
         writers.append(Writer(second, lambda line: click.echo(line, err=True)))
-    mark = stamp(_command(ctx))
+    mark = stamp(_command(ctx), commit)
     try:
         for row in rows():
             made.append(mark(row))

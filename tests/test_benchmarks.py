@@ -215,12 +215,13 @@ def test_csv_and_markdown():
 def test_rows_are_saved(monkeypatch, tmp_path):
     monkeypatch.setattr(rows, "results_folder", lambda: tmp_path / "results")
     arguments = ("linear", "--device", "cpu", "--size", "2x24x16", "-e", "fused", "--save")
+    arguments += ("--commit", "abc1234")
     for _ in range(2):
         assert bench(*arguments).exit_code == 0
     (path,) = (tmp_path / "results").iterdir()
     kept = rows.load(tmp_path / "results")
     assert path.suffix == ".jsonl" and len(kept) == 2
-    assert kept[0].op == "linear" and kept[0].sizes == "2 x 24 x 16"
+    assert kept[0].commit == "abc1234" and kept[0].op == "linear" and kept[0].sizes == "2 x 24 x 16"
 
 
 def test_plot(tmp_path):
