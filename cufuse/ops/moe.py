@@ -195,11 +195,9 @@ def _many_tokens(
     def scratch(name: str, size: int, itemsize: int) -> Array:
         return device.SCRATCH.get(f"moe {name}", size * itemsize, y, stream)
 
-    # All experts side by side are one wide product of as many rows as one of them has.
-    target = tiles.target_of(y)
-    rows = max(-(-slots // n_experts), tiles.MAX_ROWS + 1)
-    up_tile = tiles.choose("gated_linear", target, rows, hidden_dim * n_experts, dim, dtype)
-    down_tile = tiles.choose("linear", target, rows, dim * n_experts, hidden_dim, dtype)
+    rows = -(-slots // n_experts)  # of an expert, on average
+    up_tile = _tile("gated_linear", y, rows, hidden_dim * n_experts, dim)
+    down_tile = _tile("linear", y, rows, dim * n_experts, hidden_dim)
 
     def sort(tile: tiles.MatmulTile, name: str) -> dict[str, Any]:
         """Sort the slots; how many tiles the experts need is known on the device alone."""
@@ -241,7 +239,7 @@ def _many_tokens(
         width(dim, x, bound["w_gate"], bound["w_up"]),
     ).launch(
         order["tiles"] * columns,
-        up_tile.threads,
+        32 * up_tile.warps_m * up_tile.warps_n,
         {
             "x": x,
             **{name: bound[name] for name in ("w_gate", "w_up", "b_gate", "b_up")},
@@ -281,7 +279,7 @@ def _many_tokens(
         width(hidden_dim, bound["w_down"]),
     ).launch(
         order["tiles"] * -(-dim // down_tile.block_n),
-        down_tile.threads,
+        32 * down_tile.warps_m * down_tile.warps_n,
         {
             "hidden": hidden,
             "factor": factor,
@@ -315,6 +313,14 @@ def _many_tokens(
         stream=stream,
         size_bytes=slots * dim * 4 + _combined_bytes(bound, y),
     )
+
+
+def _tile(op: str, y: Array, rows: int, n: int, k: int) -> tiles.MatmulTile:
+    """Choose a tile as for one wide product: all experts side by side, with as many rows as one."""
+    rows = max(rows, tiles.MAX_ROWS + 1)  # fewer would be no tile
+    tile = tiles.choose(op, tiles.target_of(y), rows, n, k, y.dtype)
+    assert isinstance(tile, tiles.MatmulTile)
+    return tile
 
 
 def _matrix_bytes(bound: Bound, tokens: int) -> int:
