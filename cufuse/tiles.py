@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,14 @@ class Target:
 TWIN = Target("twin", 2, 99 * 1024)
 
 
+class LaunchShape(NamedTuple):
+    """Grid, threads of a CTA and its dynamic shared memory."""
+
+    grid: tuple[int, ...]
+    threads: int
+    shared_bytes: int
+
+
 @dataclass(frozen=True)
 class RowsTile:
     """A warp multiplies `outputs` weight rows by `rows` rows of x; `split` warps share a K.
@@ -55,15 +63,13 @@ class RowsTile:
         """The kernel's template values, before the access width."""
         return (self.rows, self.outputs, self.unroll, self.warps, self.split)
 
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return self.warps * 32
-
-    def grid(self, target: Target, m: int, n_weight_rows: int) -> tuple[int, int]:
+    def launch_shape(
+        self, target: Target, m: int, n_weight_rows: int, itemsize: int
+    ) -> LaunchShape:
         """CTAs that walk over the weight rows, and passes over them."""
         tiles = -(-n_weight_rows // (self.outputs * (self.warps // self.split)))
-        return min(tiles, target.sm_count * self.resident), -(-m // self.rows)
+        ctas = min(tiles, target.sm_count * self.resident)
+        return LaunchShape((ctas, -(-m // self.rows)), self.warps * 32, self.shared_bytes)
 
 
 @dataclass(frozen=True)
@@ -90,14 +96,16 @@ class MatmulTile:
             self.stages,
         )
 
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return self.warps_m * self.warps_n * 32
-
     def count(self, m: int, n_weight_rows: int) -> int:
         """Tiles of a product."""
         return -(-m // self.block_m) * -(-n_weight_rows // self.block_n)
+
+    def launch_shape(
+        self, target: Target, m: int, n_weight_rows: int, itemsize: int
+    ) -> LaunchShape:
+        """A CTA for each tile."""
+        threads = self.warps_m * self.warps_n * 32
+        return LaunchShape((self.count(m, n_weight_rows),), threads, self.shared_bytes(itemsize))
 
     def shared_bytes(self, itemsize: int) -> int:
         """Dynamic shared memory, as TileShape::kShared has it."""

@@ -47,7 +47,7 @@ def test_every_choice_fits(op, target, m):
                 static = 2 * tile.warps * tile.rows * tile.outputs * 4
                 assert tile.shared_bytes + static <= target.shared_bytes
                 assert tile.resident >= 1 and tile.warps % tile.split == 0
-                ctas, passes = tile.grid(target, m, n)
+                (ctas, passes), _, _ = tile.launch_shape(target, m, n, dtype.itemsize)
                 assert ctas >= 1 and m <= passes * tile.rows < m + tile.rows
             else:
                 assert tile.shared_bytes(dtype.itemsize) <= target.shared_bytes

@@ -66,6 +66,7 @@ def gated_linear(
         return y
     target = tiles.target_of(y)
     tile = tiles.choose("gated_linear", target, m, n, k, bound.dtype)
+    shape = tile.launch_shape(target, m, 2 * n, bound.dtype.itemsize)
     weights = {name: bound[name] for name in ("w_gate", "w_up", "b_gate", "b_up")}
     args = {**weights, "y": y, "rows": m, "n": n, "k": k, **_matmul.gate_fields(limit, alpha)}
     gate = _matmul.gate_template(activation, limit)
@@ -80,8 +81,8 @@ def gated_linear(
             width(k, bound["x"], bound["w_gate"], bound["w_up"], bound["norm"]),
         )
         kernel.launch(
-            tile.grid(target, m, 2 * n),
-            tile.threads,
+            shape.grid,
+            shape.threads,
             {
                 **args,
                 "x": bound["x"],
@@ -89,7 +90,7 @@ def gated_linear(
                 "eps": 0.0 if norm is None else norm.eps,
             },
             like=y,
-            shared_bytes=tile.shared_bytes,
+            shared_bytes=shape.shared_bytes,
             stream=stream,
         )
         return y
@@ -103,11 +104,11 @@ def gated_linear(
         width(k, source, bound["w_gate"], bound["w_up"]),
     )
     kernel.launch(
-        tile.count(m, 2 * n),
-        tile.threads,
+        shape.grid,
+        shape.threads,
         {**args, "x": source},
         like=y,
-        shared_bytes=tile.shared_bytes(bound.dtype.itemsize),
+        shared_bytes=shape.shared_bytes,
         stream=stream,
     )
     return y

@@ -62,6 +62,7 @@ def linear(
         return y
     target = tiles.target_of(y)
     tile = tiles.choose("linear", target, m, n, k, bound.dtype)
+    shape = tile.launch_shape(target, m, n, bound.dtype.itemsize)
     args = {
         "w": bound["w"],
         "b": bound["b"],
@@ -82,8 +83,8 @@ def linear(
             width(k, bound["x"], bound["w"], bound["norm"]),
         )
         kernel.launch(
-            tile.grid(target, m, n),
-            tile.threads,
+            shape.grid,
+            shape.threads,
             {
                 **args,
                 "x": bound["x"],
@@ -91,7 +92,7 @@ def linear(
                 "eps": 0.0 if norm is None else norm.eps,
             },
             like=y,
-            shared_bytes=tile.shared_bytes,
+            shared_bytes=shape.shared_bytes,
             stream=stream,
         )
         return y
@@ -105,11 +106,11 @@ def linear(
         width(k, source, bound["w"]),
     )
     kernel.launch(
-        tile.count(m, n),
-        tile.threads,
+        shape.grid,
+        shape.threads,
         {**args, "x": source},
         like=y,
-        shared_bytes=tile.shared_bytes(bound.dtype.itemsize),
+        shared_bytes=shape.shared_bytes,
         stream=stream,
     )
     return y

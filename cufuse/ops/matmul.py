@@ -29,6 +29,7 @@ def matmul(x: Array, w: Array, *, out: Array | None = None, stream: Any = None) 
         return y
     target = tiles.target_of(y)
     tile = tiles.choose("matmul", target, m, n, k, bound.dtype)
+    shape = tile.launch_shape(target, m, n, bound.dtype.itemsize)
     few = isinstance(tile, tiles.RowsTile)
     kernel = jit.kernel(
         "unfused/matmul.cu",
@@ -38,11 +39,11 @@ def matmul(x: Array, w: Array, *, out: Array | None = None, stream: Any = None) 
         width(k, bound["x"], bound["w"]),
     )
     kernel.launch(
-        tile.grid(target, m, n) if few else tile.count(m, n),
-        tile.threads,
+        shape.grid,
+        shape.threads,
         {"x": bound["x"], "w": bound["w"], "y": y, "rows": m, "n": n, "k": k},
         like=y,
-        shared_bytes=tile.shared_bytes if few else tile.shared_bytes(bound.dtype.itemsize),
+        shared_bytes=shape.shared_bytes,
         stream=stream,
     )
     return y

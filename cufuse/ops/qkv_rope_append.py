@@ -153,6 +153,7 @@ def _few_rows(
     rows = batch * q_len
     n_pairs = bound.sizes.get("n_pairs", 0)
     max_pos = bound.sizes.get("max_pos", 0)
+    shape = tile.launch_shape(target, rows, n, bound.dtype.itemsize)
     arrays = {"x": bound["x"], "w": bound["w"], "b": bound["b"], "norm_weight": bound["norm"]}
     kernel = jit.kernel(
         "fused/qkv_rope_append.cu",
@@ -164,8 +165,8 @@ def _few_rows(
         width(dim, bound["x"], bound["w"], bound["norm"]),
     )
     kernel.launch(
-        tile.grid(target, rows, n),
-        tile.threads,
+        shape.grid,
+        shape.threads,
         {
             **arrays,
             "cos": bound["cos"],
@@ -188,7 +189,7 @@ def _few_rows(
             "eps": 0.0 if norm is None else norm.eps,
         },
         like=q,
-        shared_bytes=tile.shared_bytes,
+        shared_bytes=shape.shared_bytes,
         stream=stream,
         size_bytes=sum(a.nbytes for a in arrays.values() if a is not None)
         + bound["start"].nbytes
