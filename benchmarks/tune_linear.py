@@ -46,19 +46,14 @@ class Variant:
         return count, -(-m // tile.rows)
 
 
-def variants(target: tiles.Target, m: int, k: int, itemsize: int) -> Iterator[Variant]:
-    """Every cut whose x fits and whose loads fit into registers."""
-    rows = next(r for r in (1, 2, 4, 8) if r >= min(m, 8))
+def variants(rows: int, k: int, itemsize: int) -> Iterator[Variant]:
+    """Every cut for `rows` rows of x a pass whose loads fit into registers."""
     row_bytes = tiles.chunks(k, itemsize) * 512
-    if rows * row_bytes + 8192 > target.shared_bytes:
-        return
     for outputs, unroll, warps, split in itertools.product(
-        (1, 2, 4), (2, 4, 8), (4, 8, 16), (1, 2, 4, 8)
+        (1, 2), (2, 4, 8), (4, 8, 16), (1, 2, 4, 8)
     ):
-        # Four registers a load; split warps of a row want a batch each.
-        loads = outputs * unroll
-        batches = unroll * split <= 2 * tiles.chunks(k, itemsize)
-        if not 2 <= loads <= 8 or split > warps or not batches:
+        # A load takes four registers a lane; a warp whose share of K is no batch idles.
+        if outputs * unroll > 8 or split > warps or unroll * split > 2 * tiles.chunks(k, itemsize):
             continue
         tile = RowsTile(rows, outputs, unroll, warps, split, rows * row_bytes, 1)
         for ctas in (24 // warps, 16 // warps, None):
@@ -126,11 +121,12 @@ def tune(m: int, n: int, k: int, dtype: np.dtype, best: int) -> None:
         return f"  {name:58s} {us:8.2f} us {size_bytes / us / 1e3:6.0f} GB/s {share:4.0f} %"
 
     chosen = tiles.choose("linear", target, m, n, k, dtype)
-    if isinstance(chosen, RowsTile):
-        now = Variant(chosen, chosen.resident)
-        print(line(f"now: {now}", time_variant(now, target, x, weights, y)))
+    if not isinstance(chosen, RowsTile):
+        raise SystemExit(f"{m} x {n} x {k} takes tiles, not rows: at most {tiles.MAX_ROWS} rows")
+    now = Variant(chosen, chosen.resident)
+    print(line(f"now: {now}", time_variant(now, target, x, weights, y)))
     found = []
-    for variant in variants(target, m, k, dtype.itemsize):
+    for variant in variants(chosen.rows, k, dtype.itemsize):
         found.append((time_variant(variant, target, x, weights, y), str(variant)))
     for us, name in sorted(found)[:best]:
         print(line(name, us))
