@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -61,11 +62,14 @@ class Bound:
             raise ValueError(f"{where} is {_shape(out.shape)}, wanted {_shape(shape)}")
         if not out.flags.c_contiguous or not getattr(out.flags, "writeable", True):
             raise ValueError(f"{where} has to be C-contiguous and writable")
+        begin, size = device.address(out), out.nbytes
         for other, array in self.arrays.items():
-            if array is None or not device.overlap(out, array):
+            if array is None:
                 continue
-            same = device.address(out) == device.address(array) and out.nbytes == array.nbytes
-            if not (same and other in may_alias):
+            first = device.address(array)
+            if first >= begin + size or begin >= first + array.nbytes or not array.nbytes:
+                continue
+            if first != begin or array.nbytes != size or other not in may_alias:
                 raise ValueError(f"{where} shares memory with {other}; give it memory of its own")
         return out
 
@@ -81,7 +85,6 @@ def bind(op: str, *, strided: Collection[str] = (), **specs: tuple[Any, ...]) ->
     sizes.
     """
     bound = Bound(op)
-    first: dict[str, str] = {}  # dimension -> how it was bound, for the message
     float_name = lead_name = None
     for name, (raw, dims, *rest) in specs.items():
         if raw is None:
@@ -118,11 +121,11 @@ def bind(op: str, *, strided: Collection[str] = (), **specs: tuple[Any, ...]) ->
                 f"{op}: {name} has dtype {array.dtype} and {float_name} has {bound.dtype}; "
                 "cast one of them"
             )
-        names = dims.split()
-        if names[:1] == ["..."]:
-            names = names[1:]
-            lead = tuple(array.shape[: array.ndim - len(names)])
-            if array.ndim < len(names):
+        has_lead, names = _names(dims)
+        shape, skipped = array.shape, array.ndim - len(names)
+        if has_lead:
+            lead = shape[:skipped]
+            if skipped < 0:
                 raise ValueError(_ndim_message(op, name, dims, array))
             if lead_name is None:
                 lead_name, bound.lead = name, lead
@@ -131,19 +134,22 @@ def bind(op: str, *, strided: Collection[str] = (), **specs: tuple[Any, ...]) ->
                     f"{op}: {name} is {_shape(array.shape)} and its leading dimensions differ from "
                     f"those of {lead_name}, {_shape(bound.lead)}"
                 )
-        elif array.ndim != len(names):
+        elif skipped:
             raise ValueError(_ndim_message(op, name, dims, array))
-        for dim, size in zip(names, array.shape[array.ndim - len(names) :], strict=True):
-            wanted = int(dim) if dim.isdigit() else bound.sizes.setdefault(dim, size)
+        for dim, size in zip(names, shape[skipped:], strict=True):
+            wanted = dim if isinstance(dim, int) else bound.sizes.setdefault(dim, size)
             if size != wanted:
-                origin = first.get(dim, "")
-                raise ValueError(
-                    f"{op}: {name} is [{dims}] = {_shape(array.shape)} but "
-                    f"{origin or 'wanted'} {dim} = {wanted}"
-                )
-            first.setdefault(dim, f"{name} has")
-        bound.arrays[name] = _packed(array, name in strided)
+                raise ValueError(_size_message(op, name, dims, array, dim, wanted, specs))
+        bound.arrays[name] = array if array.flags.c_contiguous else _packed(array, name in strided)
     return bound
+
+
+@functools.cache
+def _names(dims: str) -> tuple[bool, tuple[str | int, ...]]:
+    """Split "... m 3" into whether it has leading dimensions, and ("m", 3)."""
+    words = dims.split()
+    lead = words[:1] == ["..."]
+    return lead, tuple(int(word) if word.isdigit() else word for word in words[lead:])
 
 
 def option(op: str, name: str, value: Any, allowed: Collection[Any]) -> None:
@@ -153,9 +159,7 @@ def option(op: str, name: str, value: Any, allowed: Collection[Any]) -> None:
 
 
 def _packed(array: Array, strided: bool) -> Array:
-    """Copy an array unless a kernel can read it as it lies."""
-    if array.flags.c_contiguous:
-        return array
+    """Copy a non-contiguous array unless a kernel can read it as it lies."""
     itemsize = array.dtype.itemsize
     readable = (
         array.ndim > 0
@@ -180,6 +184,21 @@ def _kind(op: str, name: str, array: Any) -> str:
 
 def _shape(shape: Collection[int]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def _size_message(
+    op: str,
+    name: str,
+    dims: str,
+    array: Array,
+    dim: str | int,
+    wanted: int,
+    specs: dict[str, tuple[Any, ...]],
+) -> str:
+    """Name the array that bound a dimension first."""
+    earlier = [n for n, (raw, d, *_) in specs.items() if raw is not None and dim in _names(d)[1]]
+    origin = f"{earlier[0]} has" if isinstance(dim, str) else "wanted"
+    return f"{op}: {name} is [{dims}] = {_shape(array.shape)} but {origin} {dim} = {wanted}"
 
 
 def _ndim_message(op: str, name: str, dims: str, array: Array) -> str:

@@ -43,10 +43,8 @@ def twin(x: Any) -> TwinArray:
 
 def kind(x: Any) -> str:
     """Return "numpy", "cupy" or "twin"; raises TypeError for anything else."""
-    if isinstance(x, TwinArray):
-        return "twin"
     if isinstance(x, np.ndarray):
-        return "numpy"
+        return "twin" if isinstance(x, TwinArray) else "numpy"
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(x, cupy.ndarray):
         return "cupy"
@@ -103,12 +101,12 @@ def _allocate(how: str, shape: tuple[int, ...], dtype: Any, like: Array) -> Arra
 
 def device_id(x: Array) -> int:
     """Return the GPU's number, or -1 for host memory."""
-    return x.device.id if kind(x) == "cupy" else -1
+    return -1 if isinstance(x, np.ndarray) else x.data.device_id
 
 
 def address(x: Array) -> int:
     """Return the address of the first element."""
-    return x.data.ptr if kind(x) == "cupy" else x.ctypes.data
+    return x.__array_interface__["data"][0] if isinstance(x, np.ndarray) else x.data.ptr
 
 
 def overlap(a: Array, b: Array) -> bool:

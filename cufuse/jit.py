@@ -174,37 +174,33 @@ class Kernel:
         if min(grid) < 1:
             raise ValueError(f"{self.name}: grid {grid} is empty; guard empty input in the op")
         packed = self._pack(args)
-        if size_bytes is None:
-            size_bytes = sum(
-                a.nbytes for a in args.values() if isinstance(a, np.ndarray) or _on_gpu(a)
-            )
-        recorded = _record.get()
-        if recorded is not None:
-            recorded.launches.append(Launch(self.name, grid, block, int(size_bytes)))
-            if recorded.dry:
-                return
+        recorded, debug = _record.get(), debug_level()
+        if recorded is not None or debug >= 2:
+            if size_bytes is None:
+                arrays = self.argument.pointers.intersection(args)
+                size_bytes = sum(args[name].nbytes for name in arrays if args[name] is not None)
+            size_bytes = int(size_bytes)
+            if recorded is not None:
+                recorded.launches.append(Launch(self.name, grid, block, size_bytes))
+                if recorded.dry:
+                    return
         if device.kind(like) == "twin":
             _host_run(self, grid, block, packed, shared_bytes, cooperative)
             return
         with device.on_device_of(like):
-            self._launch_gpu(
-                grid, block, packed, shared_bytes, stream, cooperative, int(size_bytes)
-            )
+            self._launch_gpu(grid, block, packed, shared_bytes, stream, cooperative, size_bytes)
 
     def _pack(self, args: Mapping[str, Any]) -> np.ndarray:
+        """Write the fields into the struct's bytes, as one element that CuPy passes by value."""
         layout = self.argument
-        if set(args) != set(layout.dtype.names or ()):
-            wrong = set(args).symmetric_difference(layout.dtype.names or ())
-            raise TypeError(
-                f"{self.name}: fields {sorted(wrong)} do not match struct {layout.name}"
-            )
-        packed = np.zeros((), layout.dtype)
-        for name, value in args.items():
-            if name in layout.pointers:
-                packed[name] = 0 if value is None else device.address(value)
-            else:
-                packed[name] = value
-        return packed
+        if args.keys() != layout.codes.keys():
+            wrong = sorted(set(args).symmetric_difference(layout.codes))
+            raise TypeError(f"{self.name}: fields {wrong} do not match struct {layout.name}")
+        values = [
+            (0 if args[name] is None else device.address(args[name])) if pointer else args[name]
+            for name, pointer in layout.fields
+        ]
+        return np.frombuffer(layout.packer.pack(*values), layout.dtype)
 
     def _launch_gpu(
         self,
@@ -214,7 +210,7 @@ class Kernel:
         shared_bytes: int,
         stream: Any,
         cooperative: bool,
-        size_bytes: int,
+        size_bytes: int | None,
     ) -> None:
         cupy = device.require_cupy()
         gpu = cupy.cuda.runtime.getDevice()
@@ -227,7 +223,7 @@ class Kernel:
             start, end = cupy.cuda.Event(), cupy.cuda.Event()
             start.record(on)
         function(grid, (block,), (packed,), shared_mem=shared_bytes, stream=on)
-        if verbose:
+        if verbose and size_bytes is not None:
             end.record(on)
             end.synchronize()
             ms = cupy.cuda.get_elapsed_time(start, end)
@@ -235,11 +231,6 @@ class Kernel:
                 f"{self.expression} grid {grid} block {block}: {ms * 1e3:.1f} us, "
                 f"{size_bytes / ms / 1e6:.0f} GB/s"
             )
-
-
-def _on_gpu(x: Any) -> bool:
-    cupy = sys.modules.get("cupy")
-    return cupy is not None and isinstance(x, cupy.ndarray)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,31 @@ class Layout:
     name: str
     dtype: np.dtype
     pointers: frozenset[str]
+
+    @functools.cached_property
+    def codes(self) -> dict[str, str]:
+        """The `struct` module's letter for each field."""
+        kinds = {name: self.dtype[name] for name in self.dtype.names or ()}
+        return {
+            name: np.dtype(kind).char.replace("l", "q").replace("L", "Q")
+            for name, kind in kinds.items()
+        }
+
+    @functools.cached_property
+    def fields(self) -> tuple[tuple[str, bool], ...]:
+        """Names in order, and whether each is a pointer."""
+        return tuple((name, name in self.pointers) for name in self.codes)
+
+    @functools.cached_property
+    def packer(self) -> struct.Struct:
+        """What writes the fields, with the compiler's padding."""
+        letters = "".join(self.codes.values())
+        widest = self.dtype.alignment
+        tail = "0" + {1: "b", 2: "h", 4: "i", 8: "q"}[widest]
+        made = struct.Struct("@" + letters + tail)
+        if made.size != self.dtype.itemsize:
+            raise ValueError(f"struct {self.name}: {made.size} bytes packed, {self.dtype} wanted")
+        return made
 
 
 @functools.cache
