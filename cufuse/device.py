@@ -207,14 +207,24 @@ def as_stream(stream: Any) -> Any:
         return cuda.get_current_stream()
     if isinstance(stream, cuda.Stream | cuda.ExternalStream):
         return stream
+    if isinstance(stream, int):
+        stream = _Handle(stream)
     if hasattr(stream, "__cuda_stream__"):
         return cuda.Stream.from_external(stream)
-    if isinstance(stream, int):
-        return cuda.ExternalStream(stream)
     raise TypeError(
         f"stream is a {type(stream).__name__}, expected None, a CuPy stream, an object with "
         "__cuda_stream__ or an integer handle"
     )
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """A raw stream handle, in the protocol that CuPy takes."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
 
 
 class Scratch:

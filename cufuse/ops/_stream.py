@@ -18,7 +18,8 @@ def on_stream(op: Op) -> Op:
     def call(*args: Any, stream: Any = None, **options: Any) -> Any:
         if stream is None:
             return op(*args, **options)
-        with device.on_device_of(args[0]), device.as_stream(stream):
+        first = args[0] if args else next(iter(options.values()), None)
+        with device.on_device_of(first), device.as_stream(stream):
             return op(*args, stream=stream, **options)
 
     return call  # type: ignore[return-value]

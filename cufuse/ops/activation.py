@@ -8,9 +8,11 @@ from cufuse import checks, jit, reference
 from cufuse.device import Array
 from cufuse.ops import _elementwise
 from cufuse.ops._matmul import ACTIVATIONS
+from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 
 
+@on_stream
 def activation(x: Array, kind: str, *, out: Array | None = None, stream: Any = None) -> Array:
     """Apply an activation element by element, in one launch.
 

@@ -7,9 +7,11 @@ from typing import Any
 from cufuse import checks, jit, reference
 from cufuse.device import Array
 from cufuse.ops._outputs import pair
+from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 
 
+@on_stream
 def add_layernorm(
     x: Array,
     residual: Array,

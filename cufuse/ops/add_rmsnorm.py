@@ -7,10 +7,12 @@ from typing import Any
 from cufuse import checks, jit, reference
 from cufuse.device import Array
 from cufuse.ops._outputs import pair
+from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 from cufuse.ops.rmsnorm import ROUNDINGS
 
 
+@on_stream
 def add_rmsnorm(
     x: Array,
     residual: Array,

@@ -9,10 +9,12 @@ import numpy as np
 from cufuse import checks, jit, reference
 from cufuse.device import Array
 from cufuse.ops import _cache
+from cufuse.ops._stream import on_stream
 
 _THREADS = 256
 
 
+@on_stream
 def append(
     k: Array,
     v: Array,

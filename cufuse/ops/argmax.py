@@ -8,11 +8,13 @@ import numpy as np
 
 from cufuse import checks, device, jit, reference
 from cufuse.device import Array
+from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 
 _FEW_ROWS = 8
 
 
+@on_stream
 def argmax(x: Array, *, out: Array | None = None, stream: Any = None) -> Array:
     """Find the index of each row's largest value, the lower one of equal values, in one launch.
 

@@ -10,6 +10,7 @@ from cufuse import checks, device, jit, reference
 from cufuse.checks import Bound
 from cufuse.device import Array, Unsupported
 from cufuse.ops import _cache
+from cufuse.ops._stream import on_stream
 
 MAX_HEAD_DIM = 256
 
@@ -61,6 +62,7 @@ def check_softcap(op: str, softcap: float | None) -> None:
         raise ValueError(f"{op}: softcap is {softcap}, wanted a positive number or None")
 
 
+@on_stream
 def attention(
     q: Array,
     k: Array,

@@ -7,9 +7,11 @@ from typing import Any
 from cufuse import checks, jit, reference
 from cufuse.device import Array
 from cufuse.ops import _elementwise, _matmul
+from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 
 
+@on_stream
 def glu(
     gate: Array,
     up: Array,

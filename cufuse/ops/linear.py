@@ -7,10 +7,12 @@ from typing import Any
 from cufuse import checks, jit, reference, tiles
 from cufuse.device import Array
 from cufuse.ops import _matmul
+from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 from cufuse.ops.rmsnorm import Norm
 
 
+@on_stream
 def linear(
     x: Array,
     w: Array,

@@ -6,9 +6,11 @@ from typing import Any
 
 from cufuse import checks, jit, reference, tiles
 from cufuse.device import Array
+from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 
 
+@on_stream
 def matmul(x: Array, w: Array, *, out: Array | None = None, stream: Any = None) -> Array:
     """Multiply by a transposed weight, in one launch: x w^T.
 

@@ -10,6 +10,7 @@ from cufuse import checks, device, jit, reference, tiles
 from cufuse.checks import Bound
 from cufuse.device import Array
 from cufuse.ops import _matmul
+from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 from cufuse.ops.rmsnorm import Norm
 
@@ -19,6 +20,7 @@ _MIN_TILE_TOKENS = 4
 _MAX_SLOTS = 1 << 15
 
 
+@on_stream
 def moe(
     x: Array,
     ids: Array,

@@ -9,6 +9,7 @@ import numpy as np
 from cufuse import checks, device, jit, reference, tiles
 from cufuse.device import Array
 from cufuse.ops import _matmul
+from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 from cufuse.ops.rmsnorm import Norm
 
@@ -20,6 +21,7 @@ _MANY_TOKENS = 64
 _SHARED_BYTES = 48 * 1024
 
 
+@on_stream
 def moe_route(
     x: Array,
     w: Array,

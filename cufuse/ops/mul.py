@@ -7,9 +7,11 @@ from typing import Any
 from cufuse import checks, jit, reference
 from cufuse.device import Array
 from cufuse.ops import _elementwise
+from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 
 
+@on_stream
 def mul(x: Array, y: Array, *, out: Array | None = None, stream: Any = None) -> Array:
     """Multiply two arrays element by element, or an array and one row, in one launch.
 

@@ -10,6 +10,7 @@ from cufuse import checks, device, jit, reference, tiles
 from cufuse.checks import Bound
 from cufuse.device import Array
 from cufuse.ops import _cache, _matmul
+from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 from cufuse.ops.linear import linear
 from cufuse.ops.rmsnorm import Norm
@@ -19,6 +20,7 @@ from cufuse.ops.rope_append import rope_append
 _OP = "qkv_rope_append"
 
 
+@on_stream
 def qkv_rope_append(
     x: Array,
     w: Array,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from cufuse import checks, jit, reference
 from cufuse.device import Array
+from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 
 
@@ -20,6 +21,7 @@ class Norm(NamedTuple):
 ROUNDINGS = ("cast_first", "scale_first", "one_plus")
 
 
+@on_stream
 def rmsnorm(
     x: Array,
     weight: Array | None = None,

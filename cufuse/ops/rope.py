@@ -8,6 +8,7 @@ import numpy as np
 
 from cufuse import checks, jit, reference
 from cufuse.device import Array
+from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 
 _THREADS = 256
@@ -32,6 +33,7 @@ def check_pairs(op: str, cos: Array, head_dim: int) -> int:
     return n_pairs
 
 
+@on_stream
 def rope(
     x: Array,
     cos: Array,

@@ -9,6 +9,7 @@ import numpy as np
 from cufuse import checks, jit, reference
 from cufuse.device import Array
 from cufuse.ops import _cache
+from cufuse.ops._stream import on_stream
 from cufuse.ops.rmsnorm import ROUNDINGS
 from cufuse.ops.rope import check_pairs, head_width, pairing
 
@@ -37,6 +38,7 @@ def qk_norm(op: str, n_heads: int, n_kv_heads: int, head_dim: int, q_norm: Any, 
     return "none" if q_norm is None and k_norm is None else "head"
 
 
+@on_stream
 def rope_append(
     qkv: Array,
     *,

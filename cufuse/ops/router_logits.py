@@ -8,10 +8,12 @@ import numpy as np
 
 from cufuse import checks, jit, reference
 from cufuse.device import Array
+from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 from cufuse.ops.moe_route import experts_per_cta, router_tile
 
 
+@on_stream
 def router_logits(
     x: Array,
     w: Array,

@@ -8,6 +8,7 @@ import numpy as np
 
 from cufuse import checks, jit, reference
 from cufuse.device import Array
+from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 from cufuse.ops.argmax import argmax, best_of_rows, split_rows
 from cufuse.reference import sampling
@@ -15,6 +16,7 @@ from cufuse.reference import sampling
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
 
 
+@on_stream
 def sample(
     logits: Array,
     *,

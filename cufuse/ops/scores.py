@@ -9,6 +9,7 @@ import numpy as np
 from cufuse import checks, jit, reference
 from cufuse.device import Array
 from cufuse.ops import _cache
+from cufuse.ops._stream import on_stream
 from cufuse.ops.attention import (
     MAX_HEAD_DIM,
     PREFILL_QUERIES,
@@ -22,6 +23,7 @@ _KEYS_PER_CTA = 64
 _QUERIES_PER_TILE = 64
 
 
+@on_stream
 def scores(
     q: Array,
     k: Array,

@@ -8,9 +8,11 @@ import numpy as np
 
 from cufuse import checks, jit, reference
 from cufuse.device import Array
+from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 
 
+@on_stream
 def softmax(
     x: Array,
     *,

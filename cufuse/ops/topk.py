@@ -8,10 +8,12 @@ import numpy as np
 
 from cufuse import checks, jit, reference
 from cufuse.device import Array
+from cufuse.ops._stream import on_stream
 
 NORMALIZE = ("none", "sum", "softmax")
 
 
+@on_stream
 def topk(
     x: Array,
     k: int,

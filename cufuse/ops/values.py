@@ -10,6 +10,7 @@ from cufuse import checks, device, jit, reference
 from cufuse.checks import Bound
 from cufuse.device import Array
 from cufuse.ops import _cache
+from cufuse.ops._stream import on_stream
 from cufuse.ops.attention import MAX_HEAD_DIM, PREFILL_QUERIES, check_heads, max_splits
 
 _THREADS = 128
@@ -17,6 +18,7 @@ _QUERIES_PER_TILE = 64
 _SCRATCH_BYTES = 256 << 20
 
 
+@on_stream
 def values(
     p: Array,
     v: Array,

@@ -1,0 +1,77 @@
+"""The compiler: options, records, faults of the CPU twin."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cufuse import device, jit
+
+
+def test_options_are_those_cupy_builds(monkeypatch):
+    """Stop CuPy where it hands options to NVRTC and compare with the offline compile's."""
+    import cupy
+    from cupy.cuda import compiler
+
+    seen = []
+
+    class Program:
+        def __init__(self, *args, **options):
+            pass
+
+        def compile(self, options, log=None):
+            seen.append(tuple(options))
+            raise InterruptedError
+
+    monkeypatch.setattr(compiler, "_NVRTCProgram", Program)
+    monkeypatch.setattr(compiler, "_preprocess", lambda *args: "")
+    monkeypatch.setattr(compiler, "_get_arch", lambda: "90")
+    monkeypatch.setattr(
+        compiler, "_get_arch_for_options_for_nvrtc", lambda arch=None: ("-arch=sm_90", "cubin")
+    )
+    monkeypatch.setattr(compiler, "_kernel_cache_backend", Empty())
+    with pytest.raises(InterruptedError):
+        cupy._core.core.compile_with_cache(
+            "", jit.options("90a"), name_expressions=("cufuse::advance",)
+        )
+    assert seen == [jit.offline_options("90a")]
+
+
+class Empty:
+    """A kernel cache that holds nothing."""
+
+    def load(self, name):
+        return None
+
+
+def test_record_counts_launches_and_bytes():
+    from cufuse import ops
+
+    x = device.twin(np.ones((4, 8), np.float32))
+    with jit.record(dry=True) as record:
+        y = ops.rmsnorm(x)
+    assert [launch.kernel for launch in record.launches] == ["rmsnorm"]
+    assert record.size_bytes == x.nbytes + y.nbytes
+    with jit.record() as outer:
+        pass
+    assert outer.launches == []
+
+
+def test_twin_of_another_kernel_file_names_the_compilers_words():
+    with pytest.raises(ValueError, match="no __global__ missing"):
+        jit.kernel("unfused/advance.cu", "missing").argument  # noqa: B018
+
+
+def test_every_dtype_has_a_cpp_name():
+    assert jit.cpp(np.float32) == "float"
+    assert jit.cpp("Act::gelu") == "cufuse::Act::gelu"
+    assert jit.cpp(True) == "true" and jit.cpp(7) == "7"
+    with pytest.raises(KeyError):
+        jit.cpp(np.complex64)
+
+
+def test_compile_error_points_into_kernels_cu(monkeypatch):
+    whole = jit.source_text("unfused/advance.cu")
+    monkeypatch.setattr(jit, "source_text", lambda file: whole + "int broken = nonsense;")
+    with pytest.raises(jit.CompileError, match=r"kernels_cu/unfused/advance\.cu\(\d+\).*nonsense"):
+        jit.compile_offline(jit.kernel("unfused/advance.cu", "advance"), "80")
