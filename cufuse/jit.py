@@ -293,7 +293,8 @@ def _sass(cubin: bytes) -> str:
     if tool is None:
         return "no cuobjdump on the PATH to show the SASS with"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        # CuPy drops the last byte, a zero, and the tool then finds the ELF file too short.
+        file.write(cubin.ljust(-(-len(cubin) // 8) * 8, b"\0"))
         file.flush()
         return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True).stdout
 
