@@ -16,6 +16,7 @@ import io
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -200,7 +201,7 @@ class Kernel:
             (0 if args[name] is None else device.address(args[name])) if pointer else args[name]
             for name, pointer in layout.fields
         ]
-        return np.frombuffer(layout.packer.pack(*values), layout.dtype)
+        return np.frombuffer(struct.pack(layout.format, *values), layout.dtype)
 
     def _launch_gpu(
         self,

@@ -62,11 +62,13 @@ class State:
 
     def upload(self, host: np.ndarray) -> Array:
         """Copy a NumPy array to where the weights live."""
-        if device.kind(self.like) == "numpy":
-            return host
-        made = device.empty(host.shape, host.dtype, self.like)
-        _copy(made, host)
-        return made
+        kind = device.kind(self.like)
+        if kind != "cupy":
+            return device.twin(host) if kind == "twin" else host
+        # Through pinned memory that CuPy keeps until the copy is done. ndarray.set would copy from
+        # `host` itself, later, on a stream that is busy: it may be gone by then (seen on an H200).
+        with device.on_device_of(self.like):
+            return device.require_cupy().asarray(host)
 
     def upload_once(self, name: str, host: np.ndarray) -> Array:
         """As `upload`, kept under a name: later calls return the first one's array."""
@@ -111,11 +113,8 @@ class State:
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
         self.length = 0
-        _copy(self.start, np.zeros(self.batch, np.int32))
-
-
-def _copy(to: Array, host: np.ndarray) -> None:
-    if device.kind(to) == "cupy":
-        to.set(np.ascontiguousarray(host))
-    else:
-        to[...] = host
+        if device.is_gpu(self.start):
+            with device.on_device_of(self.start):
+                self.start.data.memset_async(0, self.start.nbytes)
+        else:
+            self.start[...] = 0

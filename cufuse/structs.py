@@ -52,14 +52,12 @@ class Layout:
         return tuple((name, name in self.pointers) for name in self.codes)
 
     @functools.cached_property
-    def packer(self) -> struct.Struct:
-        """What writes the fields, with the compiler's padding."""
-        letters = "".join(self.codes.values())
-        widest = self.dtype.alignment
-        tail = "0" + {1: "b", 2: "h", 4: "i", 8: "q"}[widest]
-        made = struct.Struct("@" + letters + tail)
-        if made.size != self.dtype.itemsize:
-            raise ValueError(f"struct {self.name}: {made.size} bytes packed, {self.dtype} wanted")
+    def format(self) -> str:
+        """What `struct.pack` writes the fields with, the compiler's padding included."""
+        tail = {1: "0b", 2: "0h", 4: "0i", 8: "0q"}[self.dtype.alignment]
+        made = "@" + "".join(self.codes.values()) + tail
+        if struct.calcsize(made) != self.dtype.itemsize:
+            raise ValueError(f"struct {self.name}: {made} does not pack {self.dtype}")
         return made
 
 
