@@ -23,7 +23,7 @@ _SAMPLED_ROWS, _SAMPLED_COLUMNS = 16, 256
 
 
 class Case:
-    """One op with its sizes; a subclass a file, named as the op.
+    """One op with its sizes; a subclass a file, named as the op, which `catalogue` finds.
 
     A variant is a method that takes the arrays of one set and leaves the result in them: `unfused`
     and `fused` launch our kernels, `cublas` computes the bare product, `reference` is NumPy.
@@ -33,6 +33,7 @@ class Case:
     size_names: ClassVar[str]  # "m n k"
     gpu_sizes: ClassVar[tuple[tuple[int, ...], ...]]
     cpu_sizes: ClassVar[tuple[tuple[int, ...], ...]]
+    small_size: ClassVar[tuple[int, ...]]  # what the tests run
     rounded: ClassVar[int] = 1  # how many results in a row `unfused` rounds to the dtype
 
     def __init__(self, sizes: tuple[int, ...], dtype: np.dtype) -> None:

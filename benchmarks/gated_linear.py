@@ -19,6 +19,7 @@ class GatedLinear(Case):
     size_names = "m n k"
     gpu_sizes = ((1, 14336, 4096), (16, 14336, 4096), (512, 14336, 4096), (4096, 14336, 4096))
     cpu_sizes = ((1, 4096, 2048),)
+    small_size = (2, 24, 32)
     rounded = 3
 
     def inputs(self) -> Spec:

@@ -26,6 +26,7 @@ class Linear(Case):
         (4096, 14336, 4096),
     )
     cpu_sizes = ((1, 4096, 4096), (256, 1024, 1024))
+    small_size = (3, 40, 32)
     rounded = 3
 
     def inputs(self) -> Spec:

@@ -22,6 +22,7 @@ class MoeRoute(Case):
     size_names = "m n_experts k dim"
     gpu_sizes = ((1, 64, 8, 2048), (1, 128, 8, 2048), (16, 64, 8, 2048), (1024, 64, 8, 2048))
     cpu_sizes = ((1, 64, 8, 2048), (16, 64, 8, 2048))
+    small_size = (3, 16, 2, 32)
 
     def inputs(self) -> Spec:
         m, n, _, dim = self.sizes

@@ -7,12 +7,13 @@ exits with 1 when the README is not what the results make it.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from cufuse.benchmarks import rows
-from cufuse.benchmarks.catalogue import CASES
+from cufuse.benchmarks.catalogue import cases
 from cufuse.benchmarks.rows import Row
 from cufuse.engines import ENGINES
 
@@ -20,20 +21,22 @@ BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 
 def newest(found: Sequence[Row]) -> list[Row]:
-    """Keep the last row of each case and put ops before models, engines in their order."""
+    """Keep the last row of each case and put it where its table is, engines in their order."""
     latest = {
         (r.gpu, r.op, r.sizes, r.model, r.note, r.dtype, r.batch, r.test, r.engine): r
         for r in found
         if r.gpu
     }
-    ops, engines = list(CASES), list(ENGINES)
+    ops, engines = list(cases()), list(ENGINES)
 
     def place(row: Row) -> tuple[object, ...]:
         sizes = tuple(int(part) for part in (row.sizes or "0").split("x"))
         op = ops.index(row.op) if row.op in ops else len(ops)
         parameters = row.n_parameters or 0
         case = (op, sizes, parameters, row.model or "", row.dtype, row.batch or 0)
-        return (row.gpu, row.op is None, *case, row.context or 0, engines.index(row.engine))
+        table = rows.TABLES.index(rows.columns(row))
+        tokens = [int(n) for n in re.findall(r"\d+", row.test)]
+        return (row.gpu, table, *case, row.context or 0, tokens, engines.index(row.engine))
 
     return sorted(latest.values(), key=place)
 

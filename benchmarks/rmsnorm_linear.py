@@ -20,6 +20,7 @@ class RmsnormLinear(Case):
     size_names = "m n k"
     gpu_sizes = ((1, 6144, 4096), (16, 6144, 4096), (1024, 6144, 4096))
     cpu_sizes = ((1, 6144, 4096),)
+    small_size = (2, 40, 32)
     rounded = 2
 
     def inputs(self) -> Spec:

@@ -21,7 +21,7 @@ FORMATS = ("md", "csv", "json", "jsonl")
 class Row:
     """What was run and what came out. What does not apply or was not measured is None."""
 
-    test: str  # "op", or as llama-bench writes it: "tg128 @ d512"
+    test: str  # "op", or as llama-bench writes it: "tg128 @ d512", "pp512"
     engine: str  # "reference", "unfused" or "fused"
     dtype: str
     op: str | None = None
@@ -31,19 +31,19 @@ class Row:
     n_parameters: int | None = None
     batch: int | None = None
     context: int | None = None  # tokens in the cache before the first step
-    launches_per_token: int | None = None  # kernels launched a step, or a call of the op
+    launches_per_token: int | None = None  # kernels launched a step, a prompt, or a call of the op
     moved_bytes: int | None = None  # global-memory bytes those launches have to read and write
-    ms_per_step: float | None = None  # launched one by one from Python
+    ms_per_step: float | None = None  # launched one by one from Python; of a prompt, all of it
     ms_per_step_graph: float | None = None  # replayed from a CUDA graph
     tok_s: float | None = None
     tok_s_std: float | None = None
-    gbps: float | None = None  # moved_bytes by the time in a graph
+    gbps: float | None = None  # moved_bytes by the time in a graph, of a prompt without one
     tflops: float | None = None
     pct_ceiling: float | None = None  # of this device's measured read speed
     x_cublas: float | None = None  # time of the bare product by cuBLAS through CuPy by our time
     max_rel_err: float | None = None  # against float64
     std: float | None = None  # of the samples, ms
-    samples: list[float] = field(default_factory=list)  # ms a step, one a repetition
+    samples: list[float] = field(default_factory=list)  # ms a step or prompt, one a repetition
     note: str | None = None
     gpu: str | None = None
     date: str | None = None
@@ -119,6 +119,10 @@ def _rate(row: Row) -> str:
     return f"{number(row.tok_s, 4)} ± {number(row.tok_s_std or 0.0, 2)}"
 
 
+def _megabytes(row: Row) -> str:
+    return number(None if row.moved_bytes is None else row.moved_bytes / 1e6)
+
+
 def _integer(value: int | None) -> str:
     return "-" if value is None else str(value)
 
@@ -129,7 +133,7 @@ OP_COLUMNS: tuple[Column, ...] = (
     ("dtype", lambda r: r.dtype),
     ("variant", lambda r: r.engine),
     ("launches", lambda r: _integer(r.launches_per_token)),
-    ("MB moved", lambda r: number(None if r.moved_bytes is None else r.moved_bytes / 1e6)),
+    ("MB moved", _megabytes),
     ("us", lambda r: _us(r.ms_per_step)),
     ("us in graph", lambda r: _us(r.ms_per_step_graph)),
     ("speed", _speed),
@@ -138,7 +142,7 @@ OP_COLUMNS: tuple[Column, ...] = (
     ("max err", lambda r: _error(r.max_rel_err)),
 )
 
-DECODE_COLUMNS: tuple[Column, ...] = (
+_MODEL: tuple[Column, ...] = (
     ("model", lambda r: f"{r.model} ({r.note})" if r.note else r.model or ""),
     ("size", lambda r: f"{number((r.size_bytes or 0) / 1e9)} GB"),
     ("params", lambda r: f"{number((r.n_parameters or 0) / 1e6)} M"),
@@ -146,8 +150,12 @@ DECODE_COLUMNS: tuple[Column, ...] = (
     ("dtype", lambda r: r.dtype),
     ("batch", lambda r: _integer(r.batch)),
     ("test", lambda r: r.test),
+)
+
+DECODE_COLUMNS: tuple[Column, ...] = (
+    *_MODEL,
     ("launches/tok", lambda r: _integer(r.launches_per_token)),
-    ("MB moved", lambda r: number(None if r.moved_bytes is None else r.moved_bytes / 1e6)),
+    ("MB moved", _megabytes),
     ("ms/tok", lambda r: number(r.ms_per_step)),
     ("ms/tok in graph", lambda r: number(r.ms_per_step_graph)),
     ("t/s", _rate),
@@ -156,10 +164,24 @@ DECODE_COLUMNS: tuple[Column, ...] = (
     ("max err", lambda r: _error(r.max_rel_err)),
 )
 
+PROMPT_COLUMNS: tuple[Column, ...] = (
+    *_MODEL,
+    ("launches", lambda r: _integer(r.launches_per_token)),
+    ("MB moved", _megabytes),
+    ("ms", lambda r: number(r.ms_per_step)),
+    ("t/s", _rate),
+    ("GB/s", lambda r: number(r.gbps, 4)),
+    ("max err", lambda r: _error(r.max_rel_err)),
+)
+
+TABLES = (OP_COLUMNS, DECODE_COLUMNS, PROMPT_COLUMNS)
+
 
 def columns(row: Row) -> tuple[Column, ...]:
-    """Return the columns of the table that a row belongs to."""
-    return OP_COLUMNS if row.op else DECODE_COLUMNS
+    """Return the columns of the table that a row belongs to, one of TABLES."""
+    if row.op:
+        return OP_COLUMNS
+    return PROMPT_COLUMNS if row.test.startswith("pp") else DECODE_COLUMNS
 
 
 class Writer:

@@ -1,4 +1,4 @@
-"""`cufuse bench`: what fusion does to single ops and to a decode step."""
+"""`cufuse bench`: what fusion does to single ops, to a decode step and to a prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import click
 import numpy as np
 
 from cufuse import device
-from cufuse.benchmarks import case, catalogue, decode
+from cufuse.benchmarks import case, models
+from cufuse.benchmarks.catalogue import cases
+from cufuse.benchmarks.decode import Decode
+from cufuse.benchmarks.prompt import Prompt
 from cufuse.benchmarks.rows import FORMATS, Row, Writer, save, stamp
 from cufuse.cli._errors import USAGE, Failure
 from cufuse.cli._options import (
@@ -36,13 +39,14 @@ Examples:
   cufuse bench                                   both tables
   cufuse bench linear --size 1x4096x4096         one op, one size
   cufuse bench decode --model qwen3-0.6b -d 512-2048+512 -o jsonl
+  cufuse bench decode --model llama-3.2-1b -p 512,2048 -n 0
 """
 )
 @click.argument("name", required=False)
 @click.option(
     "-m",
     "--model",
-    "models",
+    "model_names",
     multiple=True,
     callback=words,
     help="Presets or model files, comma list or repeated.  [default: llama-3.2-1b,olmoe-1b-7b; "
@@ -80,8 +84,15 @@ Examples:
 @click.option(
     "-n",
     "--n-tokens",
-    type=click.IntRange(min=1),
-    help="Tokens to decode.  [default: 128; without a GPU 16]",
+    type=click.IntRange(min=0),
+    help="Tokens to decode; 0 for none.  [default: 128; without a GPU 16]",
+)
+@click.option(
+    "-p",
+    "--prompt",
+    callback=numbers,
+    help="Prompts to process too, in tokens: 512 or 128,512.  [default: none; of an encoder, which "
+    "does nothing else, 128]",
 )
 @click.option(
     "-r",
@@ -109,12 +120,13 @@ Examples:
 def bench(
     ctx: click.Context,
     name: str | None,
-    models: Sequence[str],
+    model_names: Sequence[str],
     engine_names: Sequence[str],
     dtypes: Sequence[str],
     batch: Sequence[int],
     context: Sequence[int] | None,
     n_tokens: int | None,
+    prompt: Sequence[int] | None,
     repetitions: int,
     sizes: Sequence[str],
     device_name: str,
@@ -128,34 +140,40 @@ def bench(
     """Measure what kernel fusion does.
 
     NAME is `ops`, `decode` or one op; left out, both tables are made, with --model only the second.
-    Every result is checked against float64 before it is timed; a wrong one exits with 3. Without a
-    GPU launches and bytes are counted and the NumPy reference is timed.
+    Its tests are named as in llama-bench: tg128 @ d512 decodes 128 tokens behind 512 in the cache,
+    pp512 processes a prompt of 512. Every result is checked against float64 before it is timed; a
+    wrong one exits with 3. Without a GPU launches and bytes are counted and the NumPy reference is
+    timed.
     """
     where = resolve_device(device_name)
     chosen = tuple(engine_choice.convert(e, None, ctx) for e in engine_names) or ENGINES
     kinds = [dtype_type.convert(d, None, ctx) for d in dtypes] or [dtype_type.convert("bfloat16")]
-    cases = _cases(name, sizes, kinds, where, bool(models))
+    ops = _ops(name, sizes, kinds, where, bool(model_names))
     on_gpu = where == "cuda"
-    points = [
-        decode.Point(b, d, n_tokens or (128 if on_gpu else 16))
-        for b in batch
-        for d in context or ((512,) if on_gpu else (128,))
-    ]
     if min(batch) < 1:
         raise click.BadParameter("a batch has at least 1 sequence", ctx, param_hint="--batch")
+    if prompt and min(prompt) < 1:
+        raise click.BadParameter("a prompt has at least 1 token", ctx, param_hint="--prompt")
+    n = (128 if on_gpu else 16) if n_tokens is None else n_tokens
+    depths = context or ((512,) if on_gpu else (128,))
+    tests = [Decode(b, n, d) for b in batch for d in depths if n] + [
+        Prompt(b, p) for b in batch for p in prompt or ()
+    ]
+    if not tests and name in (None, "decode"):
+        raise click.UsageError("-n 0 leaves nothing to measure of a model; add --prompt.")
     _announce(where)
     common: dict[str, Any] = {"repetitions": repetitions, "checked": not no_verify}
 
     def rows() -> Iterator[Row]:
-        for one in cases:
+        for one in ops:
             run = case.run_on_gpu if on_gpu else case.run_on_cpu
             yield from run(one, chosen, **common)
         if name not in (None, "decode"):
             return
-        for model in models or (_GPU_MODELS if on_gpu else _CPU_MODELS):
+        for model in model_names or (_GPU_MODELS if on_gpu else _CPU_MODELS):
             for dtype in kinds:
-                yield from decode.run(
-                    model, where=where, dtype=dtype, chosen=chosen, points=points, **common
+                yield from models.run(
+                    model, where=where, dtype=dtype, chosen=chosen, tests=tests, **common
                 )
 
     made: list[Row] = []
@@ -183,7 +201,7 @@ def bench(
         click.echo(f"plot written to {plot}", err=True)
 
 
-def _cases(
+def _ops(
     name: str | None,
     sizes: Sequence[str],
     kinds: Sequence[np.dtype],
@@ -191,14 +209,14 @@ def _cases(
     has_models: bool,
 ) -> list[case.Case]:
     """Choose the ops to run."""
-    if name not in (None, "ops", "decode", *catalogue.CASES):
-        known = ", ".join(("ops", "decode", *catalogue.CASES))
+    if name not in (None, "ops", "decode", *cases()):
+        known = ", ".join(("ops", "decode", *cases()))
         raise click.BadParameter(f"{name!r} is not one of {known}.", param_hint="NAME")
-    if sizes and name not in catalogue.CASES:
+    if sizes and name not in cases():
         raise click.UsageError("--size needs the name of one op.")
     if name == "decode" or (name is None and has_models):
         return []
-    classes = [catalogue.CASES[name]] if name in catalogue.CASES else catalogue.CASES.values()
+    classes = [cases()[name]] if name in cases() else cases().values()
     made = []
     for kind in classes:
         standard = kind.gpu_sizes if where == "cuda" else kind.cpu_sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,18 +14,16 @@ from conftest import DTYPES
 from graph_nodes import readable
 
 import cufuse.reference
-from cufuse import device, ops
-from cufuse.benchmarks import decode, readme, rows, timing, verify
-from cufuse.benchmarks.catalogue import CASES
+from cufuse import benchmarks, device, ops
+from cufuse.benchmarks import prompt, readme, rows, subject, timing, verify
+from cufuse.benchmarks.catalogue import cases
+from cufuse.benchmarks.decode import Decode
+from cufuse.benchmarks.prompt import Prompt
 from cufuse.benchmarks.rows import Row
+from cufuse.benchmarks.subject import Subject
 from cufuse.cli import main
 
-SMALL = {
-    "linear": (3, 40, 32),
-    "rmsnorm_linear": (2, 40, 32),
-    "gated_linear": (2, 24, 32),
-    "moe_route": (3, 16, 2, 32),
-}
+CASES = cases()
 
 
 def bench(*arguments: str):
@@ -49,24 +48,25 @@ def found(result) -> list[dict]:
     ],
 )
 def test_kernels_of_a_case_verify(name, engine, kind):
-    case = CASES[name](SMALL[name], np.dtype(np.float32))
+    case = CASES[name](CASES[name].small_size, np.dtype(np.float32))
     assert 0 <= case.verify(case.arrays(kind), engine) < 1e-5
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_reference_of_a_case_verifies(name, dtype):
-    case = CASES[name](SMALL[name], np.dtype(dtype))
+    case = CASES[name](CASES[name].small_size, np.dtype(dtype))
     assert case.verify(case.arrays("numpy"), "reference") <= case.limit("reference")
 
 
-def test_every_benchmarked_op_has_a_small_case():
-    assert set(SMALL) == set(CASES)
+def test_a_case_is_found_by_its_file():
+    files = {path.stem: path.read_text() for path in Path(benchmarks.__path__[0]).glob("*.py")}
+    assert {name for name, text in files.items() if "(Case):" in text} == set(CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_wrong_element_is_caught(name):
-    case = CASES[name](SMALL[name], np.dtype(np.float32))
+    case = CASES[name](CASES[name].small_size, np.dtype(np.float32))
     arrays = case.arrays("numpy")
 
     def wrong(a):
@@ -80,14 +80,14 @@ def test_one_wrong_element_is_caught(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_element_nobody_writes_is_caught(name):
-    case = CASES[name](SMALL[name], np.dtype(np.float32))
+    case = CASES[name](CASES[name].small_size, np.dtype(np.float32))
     case.fused = lambda a: None
     with pytest.raises(verify.VerificationError):
         case.verify(case.arrays("numpy"), "fused")
 
 
 def test_wrong_expert_is_caught():
-    case = CASES["moe_route"](SMALL["moe_route"], np.dtype(np.float32))
+    case = CASES["moe_route"](CASES["moe_route"].small_size, np.dtype(np.float32))
     arrays = case.arrays("numpy")
 
     def wrong(a):
@@ -99,7 +99,7 @@ def test_wrong_expert_is_caught():
         case.verify(arrays, "fused")
 
 
-@pytest.mark.parametrize("name", ["linear", "decode"])
+@pytest.mark.parametrize("name", ["linear", "decode", "prompt"])
 def test_wrong_result_exits_3(monkeypatch, name):
     right = cufuse.reference.linear
 
@@ -108,8 +108,12 @@ def test_wrong_result_exits_3(monkeypatch, name):
         return y if y.dtype == np.float64 else (y * np.float32(1.2)).astype(y.dtype)
 
     monkeypatch.setattr(cufuse.reference, "linear", wrong)
-    where = ("-m", "tiny", "-d", "8", "-n", "2") if name == "decode" else ("--size", "2x24x16")
-    arguments = (name, "--device", "cpu", "-e", "reference", "-r", "1", *where)
+    where = {
+        "linear": ("linear", "--size", "2x24x16"),
+        "decode": ("decode", "-m", "tiny", "-d", "8", "-n", "2"),
+        "prompt": ("decode", "-m", "minilm", "-p", "8"),
+    }
+    arguments = (*where[name], "--device", "cpu", "-e", "reference", "-r", "1")
     result = bench(*arguments)
     assert result.exit_code == 3, result.output
     assert "it was not timed" in result.stderr and "Traceback" not in result.stderr
@@ -119,12 +123,51 @@ def test_wrong_result_exits_3(monkeypatch, name):
 
 def test_engine_error_is_seen(rng):
     """An engine that answers with noise does not pass for the model."""
-    whole = decode._Model("tiny", "cpu", np.dtype(np.float32))
-    oracle = decode._Oracle(whole.cut, 2)
+    oracle = Decode(2, 4).oracle(Subject("tiny", "cpu", np.dtype(np.float32)))
     assert oracle.error("reference", np.asarray, "tiny") < 1e-5
     oracle._wanted[-1] = oracle._wanted[-1] + 0.01 * rng.standard_normal(oracle._wanted[-1].shape)
     with pytest.raises(verify.VerificationError, match="tiny cut to 2 layers, reference"):
         oracle.error("reference", np.asarray, "tiny")
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe", "minilm"])
+@pytest.mark.parametrize("engine", ["unfused", "fused"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("twin", marks=[pytest.mark.cpu_kernels, pytest.mark.slow]),
+        pytest.param("cupy", marks=pytest.mark.gpu),
+    ],
+)
+def test_kernels_of_a_prompt_verify(monkeypatch, model, engine, kind):
+    """In pieces of 20 and 13 for decoders: the second begins behind a filled cache."""
+    monkeypatch.setattr(prompt, "PREFILL_ROWS", 20)
+    oracle = Prompt(2, 33).oracle(Subject(model, "cpu", np.dtype(np.float32)))
+    upload = device.twin if kind == "twin" else device.require_cupy().asarray
+    assert oracle.error(engine, upload, model) < 1e-5
+
+
+@pytest.mark.parametrize("model", ["tiny", "minilm"])
+def test_one_wrong_position_of_a_prompt_is_caught(model):
+    oracle = Prompt(2, 33).oracle(Subject(model, "cpu", np.dtype(np.float32)))
+    assert oracle._wanted[0].shape == (2, 33, oracle._cut.config.dim)
+    oracle._wanted[0][1, 7] *= 1.01
+    with pytest.raises(verify.VerificationError, match=f"{model} cut to 2 layers, reference"):
+        oracle.error("reference", np.asarray, model)
+
+
+def test_a_mixture_may_send_few_rows_to_another_expert():
+    errors = np.full(100, 0.01)
+    errors[:20] = 0.3
+    assert verify.model_error(errors, mixture=False) == 0.3
+    assert verify.model_error(errors, mixture=True) == pytest.approx(0.015)
+    errors[:30] = 0.3
+    assert verify.model_error(errors, mixture=True) == pytest.approx(0.3)
+    errors[:] = 0.01
+    errors[3] = 1.0  # a row that has nothing to do with the model
+    assert verify.model_error(errors, mixture=True) > verify.MODEL_LIMIT["bfloat16"]
+    errors[3] = np.inf
+    assert verify.model_error(errors, mixture=True) == np.inf
 
 
 @pytest.mark.parametrize(("size", "count"), [(1, 16), (5, 16), (16, 16), (4000, 16)])
@@ -162,9 +205,53 @@ def test_decode_table_has_a_row_for_each_engine(model):
     assert made["reference"]["tok_s"] > 0 and made["reference"]["test"] == "tg2 @ d8"
 
 
+def test_prompts_are_added_behind_the_decode_rows(monkeypatch):
+    monkeypatch.setattr(prompt, "PREFILL_ROWS", 8)
+    arguments = ("decode", "-m", "tiny", "--device", "cpu", "-d", "8", "-n", "2", "-r", "1")
+    made = found(bench(*arguments, "-p", "8,12", "-b", "2", "-o", "jsonl"))
+    assert [row["test"] for row in made] == ["tg2 @ d8"] * 3 + ["pp8"] * 3 + ["pp12"] * 3
+    rows_of = {(row["test"], row["engine"]): row for row in made}
+    for engine in ("unfused", "fused"):
+        once, twice = (rows_of[test, engine] for test in ("pp8", "pp12"))
+        assert twice["launches_per_token"] > 1.5 * once["launches_per_token"]
+        assert twice["moved_bytes"] > once["moved_bytes"] > 0
+    timed = rows_of["pp12", "reference"]
+    assert timed["tok_s"] == pytest.approx(1e3 * 2 * 12 / timed["samples"][0])
+    assert timed["batch"] == 2 and timed["context"] == 0 and timed["max_rel_err"] < 4e-2
+    only = found(bench(*arguments, "-p", "8", "-n", "0", "-e", "fused", "-o", "jsonl"))
+    assert [row["test"] for row in only] == ["pp8"]
+    table = bench(*arguments, "-p", "8", "-n", "0", "-e", "fused").stdout.splitlines()
+    assert table[0].endswith("| test | launches | MB moved | ms | t/s | GB/s | max err |")
+
+
+def test_encoder_has_prompt_rows_only():
+    arguments = ("-m", "minilm", "--device", "cpu", "-r", "1", "-o", "jsonl")
+    made = found(bench(*arguments))
+    assert [(row["test"], row["engine"]) for row in made] == [
+        ("pp128", "reference"),
+        ("pp128", "unfused"),
+        ("pp128", "fused"),
+    ]
+    assert made[0]["max_rel_err"] < 4e-2
+    assert 0 < made[2]["launches_per_token"] < made[1]["launches_per_token"]
+    chosen = found(bench(*arguments, "-p", "8,16", "-e", "fused"))
+    assert [row["test"] for row in chosen] == ["pp8", "pp16"]
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b"])
+def test_counting_a_large_model_takes_no_memory(model):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result = bench(
+        "-m", model, "--device", "cpu", "-e", "unfused,fused", "-p", "512", "-o", "jsonl"
+    )
+    made = found(result)
+    assert len(made) == 4 and all(row["moved_bytes"] > 1e9 for row in made)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KB
+
+
 def test_large_model_is_counted_whole_and_timed_cut(monkeypatch):
-    monkeypatch.setattr(decode, "REFERENCE_PARAMETERS", 1000)
-    monkeypatch.setattr(decode, "CUT_LAYERS", 1)
+    monkeypatch.setattr(subject, "REFERENCE_PARAMETERS", 1000)
+    monkeypatch.setattr(subject, "CUT_LAYERS", 1)
     result = bench("-m", "tiny", "--device", "cpu", "-d", "8", "-n", "2", "-r", "1", "-o", "jsonl")
     made = {row["engine"]: row for row in found(result)}
     assert made["reference"]["note"] == "1 of 2 layers"
@@ -235,7 +322,7 @@ def test_plot(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (("no-such-op",), 2, "'no-such-op' is not one of ops, decode, linear"),
+        (("no-such-op",), 2, "'no-such-op' is not one of ops, decode, gated_linear"),
         (("linear", "--size", "4x4"), 2, "wanted mxnxk"),
         (("linear", "--size", "a"), 2, "numbers such as"),
         (("decode", "--size", "1x1x1"), 2, "--size needs the name of one op"),
@@ -244,7 +331,9 @@ def test_plot(tmp_path):
         (("decode", "-b", "0"), 2, "at least 1 sequence"),
         (("decode", "-m", "tiny", "-d", "512"), 2, "do not fit the context of tiny, 512"),
         (("decode", "-m", "tinny"), 4, "did you mean tiny"),
-        (("decode", "-m", "minilm"), 4, "is an encoder"),
+        (("decode", "-p", "0"), 2, "at least 1 token"),
+        (("decode", "-n", "0"), 2, "add --prompt"),
+        (("decode", "-m", "tiny", "-p", "513"), 2, "does not fit the context of tiny, 512"),
     ],
 )
 def test_wrong_input(arguments, code, sentence):
@@ -291,6 +380,13 @@ def test_readme_takes_the_newest_row_of_each_case():
     assert text.startswith(f"a\n{readme.BEGIN}\nNVIDIA X, 2026-01-02:\n\n| model |")
     assert text.endswith(f"|\n{readme.END}\nb\n") and "old" not in text
     assert readme.rewrite(text, kept) == text
+
+
+def test_readme_keeps_a_table_together():
+    kept = [measured(model=model, test=test) for model in "ab" for test in ("pp512", "pp64", "tg8")]
+    chosen = [(row.test, row.model) for row in readme.newest(kept)]
+    assert chosen[:2] == [("tg8", "a"), ("tg8", "b")]
+    assert chosen[2:] == [("pp64", "a"), ("pp512", "a"), ("pp64", "b"), ("pp512", "b")]
 
 
 def test_readme_without_markers_is_an_error():
