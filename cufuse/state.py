@@ -12,6 +12,9 @@ from cufuse.device import Array
 from cufuse.weights import Weights
 
 
+_PADDING = 64
+
+
 class State:
     """The KV cache of `batch` sequences of up to `capacity` tokens, and all a step writes.
 
@@ -34,7 +37,9 @@ class State:
         self.capacity = capacity
         self.length = 0  # tokens in the cache: what `start` holds, known to the host
         self.like = weights.embedding
-        shape = (batch, c.n_kv_heads, capacity, c.head_dim)
+        # Whole accesses however long a row of scores is: bits do not depend on the capacity.
+        padded = -(-capacity // _PADDING) * _PADDING
+        shape = (batch, c.n_kv_heads, padded, c.head_dim)
         self.k_cache = [device.zeros(shape, weights.dtype, self.like) for _ in range(c.n_layers)]
         self.v_cache = [device.zeros(shape, weights.dtype, self.like) for _ in range(c.n_layers)]
         self.start = device.zeros((batch,), np.int32, self.like)
@@ -53,11 +58,11 @@ class State:
         return sum(array.nbytes for array in (*self.k_cache, *self.v_cache))
 
     def keys(self, layer: int) -> Array:
-        """The key cache of a layer as [batch, capacity, n_kv_heads, head_dim], a view."""
+        """The key cache of a layer, a view: [batch, padded capacity, n_kv_heads, head_dim]."""
         return self.k_cache[layer].transpose(0, 2, 1, 3)
 
     def values(self, layer: int) -> Array:
-        """The value cache of a layer as [batch, capacity, n_kv_heads, head_dim], a view."""
+        """The value cache of a layer, a view: [batch, padded capacity, n_kv_heads, head_dim]."""
         return self.v_cache[layer].transpose(0, 2, 1, 3)
 
     def upload(self, host: np.ndarray) -> Array:

@@ -78,11 +78,11 @@ def test_tiles_grow_with_the_rows():
     assert areas == sorted(areas) and areas[0] < areas[-1]
 
 
-def test_few_outputs_share_their_k():
-    assert tiles.k_split(4096, 4096, 2) == 1
-    assert tiles.k_split(1024, 4096, 2) == 4
-    assert tiles.k_split(64, 8192, 2) == 8
-    assert tiles.k_split(64, 256, 2) == 1
+def test_a_long_row_is_shared_by_warps():
+    assert tiles.k_split(4096, 2) == 4
+    assert tiles.k_split(1024, 2) == 2
+    assert tiles.k_split(576, 2) == 1
+    assert tiles.k_split(256, 2) == 1
 
 
 def test_tiles_are_frozen():

@@ -2,9 +2,9 @@
 // gated_rows takes a few rows: a warp sums gate and up row of the same outputs together, so that
 // neither product leaves the registers; bounded by reading both weights once. gated_tiles takes
 // many: half of a tile's weight rows are gates, half are ups.
-// instantiate: gated_rows<bfloat16, Gate::plain, Act::silu, Rounding::cast_first, 1, 2, 4, 8, 1, 8>
-// instantiate: gated_rows<half, Gate::clamped, Act::none, Rounding::scale_first, 8, 2, 4, 8, 2, 8>
-// instantiate: gated_rows<float, Gate::plain, Act::silu, Rounding::one_plus, 4, 2, 4, 8, 4, 1>
+// instantiate: gated_rows<bfloat16, Gate::plain, Act::silu, Rounding::cast_first, 1, 2, 4, 4, 4, 8>
+// instantiate: gated_rows<half, Gate::clamped, Act::none, Rounding::scale_first, 8, 2, 4, 4, 2, 8>
+// instantiate: gated_rows<float, Gate::plain, Act::silu, Rounding::one_plus, 4, 2, 4, 4, 4, 1>
 // instantiate: gated_tiles<bfloat16, Gate::plain, Act::silu, 128, 128, 64, 2, 4, 3, 8>
 // instantiate: gated_tiles<half, Gate::clamped, Act::none, 64, 32, 64, 4, 1, 4, 1>
 // instantiate: gated_tiles<float, Gate::plain, Act::gelu, 128, 128, 16, 4, 2, 2, 4>

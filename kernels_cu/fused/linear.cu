@@ -2,10 +2,10 @@
 // against x in shared memory, bounded by reading w once. linear_tiles takes many: tiles of x and w
 // in shared memory, multiplied on tensor cores (float32: FFMA); it has no norm, a launch of rmsnorm
 // goes before it. In both everything between the sum and the store happens in float32.
-// instantiate: linear_rows<bfloat16, Act::none, Rounding::cast_first, 1, 1, 8, 8, 1, 8>
-// instantiate: linear_rows<bfloat16, Act::gelu, Rounding::scale_first, 8, 2, 4, 8, 4, 8>
-// instantiate: linear_rows<half, Act::silu, Rounding::cast_first, 4, 2, 4, 8, 2, 1>
-// instantiate: linear_rows<float, Act::gelu_tanh, Rounding::one_plus, 2, 2, 4, 8, 1, 4>
+// instantiate: linear_rows<bfloat16, Act::none, Rounding::cast_first, 1, 2, 4, 4, 4, 8>
+// instantiate: linear_rows<bfloat16, Act::gelu, Rounding::scale_first, 8, 2, 4, 4, 4, 8>
+// instantiate: linear_rows<half, Act::silu, Rounding::cast_first, 4, 2, 4, 4, 2, 1>
+// instantiate: linear_rows<float, Act::gelu_tanh, Rounding::one_plus, 2, 2, 4, 4, 1, 4>
 // instantiate: linear_tiles<bfloat16, Act::gelu, 128, 128, 64, 2, 4, 3, 8>
 // instantiate: linear_tiles<half, Act::none, 16, 32, 64, 1, 2, 8, 1>
 // instantiate: linear_tiles<float, Act::silu, 128, 128, 16, 4, 2, 2, 4>

@@ -2,9 +2,9 @@
 // q to its place and k, v into the cache at the row's position start + i. A warp sums the two
 // weight rows of a rotated pair together, so that the product never leaves the registers and is
 // rounded once. Bounded by reading w once. (QK-norm needs a whole head: linear, then rope_append.)
-// instantiate: qkv_rows<bfloat16, Pairing::half_split, Rounding::cast_first, 1, 2, 4, 8, 1, 8>
-// instantiate: qkv_rows<half, Pairing::interleaved, Rounding::scale_first, 8, 2, 4, 8, 4, 8>
-// instantiate: qkv_rows<float, Pairing::half_split, Rounding::one_plus, 4, 2, 4, 8, 2, 1>
+// instantiate: qkv_rows<bfloat16, Pairing::half_split, Rounding::cast_first, 1, 2, 4, 4, 4, 8>
+// instantiate: qkv_rows<half, Pairing::interleaved, Rounding::scale_first, 8, 2, 4, 4, 4, 8>
+// instantiate: qkv_rows<float, Pairing::half_split, Rounding::one_plus, 4, 2, 4, 4, 2, 1>
 #include "device/matvec.cuh"
 #include "device/rope.cuh"
 

@@ -1,9 +1,9 @@
 // y = x w^T and nothing else: the product alone, for steps that keep everything else apart. The
 // same two ways as fused/linear.cu: matmul_rows reads the weights once for a few rows, matmul_tiles
 // multiplies tiles of many.
-// instantiate: matmul_rows<bfloat16, 1, 1, 8, 8, 1, 8>
-// instantiate: matmul_rows<half, 8, 2, 4, 8, 2, 1>
-// instantiate: matmul_rows<float, 4, 2, 4, 8, 8, 4>
+// instantiate: matmul_rows<bfloat16, 1, 2, 4, 4, 4, 8>
+// instantiate: matmul_rows<half, 8, 2, 4, 4, 2, 1>
+// instantiate: matmul_rows<float, 4, 2, 4, 4, 1, 4>
 // instantiate: matmul_tiles<bfloat16, 128, 64, 64, 4, 2, 3, 8>
 // instantiate: matmul_tiles<half, 32, 32, 64, 2, 1, 6, 1>
 // instantiate: matmul_tiles<float, 64, 64, 16, 2, 2, 2, 4>
