@@ -201,7 +201,7 @@ class Kernel:
             (0 if args[name] is None else device.address(args[name])) if pointer else args[name]
             for name, pointer in layout.fields
         ]
-        return np.frombuffer(struct.pack(layout.format, *values), layout.dtype)
+        return np.frombuffer(struct.pack(layout.format, *values), layout.opaque)
 
     def _launch_gpu(
         self,

@@ -52,6 +52,11 @@ class Layout:
         return tuple((name, name in self.pointers) for name in self.codes)
 
     @functools.cached_property
+    def opaque(self) -> np.dtype:
+        """The struct as bytes: CuPy asks a dtype with fields for its description at each call."""
+        return np.dtype((np.void, self.dtype.itemsize))
+
+    @functools.cached_property
     def format(self) -> str:
         """What `struct.pack` writes the fields with, the compiler's padding included."""
         tail = {1: "0b", 2: "0h", 4: "0i", 8: "0q"}[self.dtype.alignment]
