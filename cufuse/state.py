@@ -11,7 +11,6 @@ from cufuse import device, jit, reference
 from cufuse.device import Array
 from cufuse.weights import Weights
 
-
 _PADDING = 64
 
 
