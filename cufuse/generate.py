@@ -100,7 +100,7 @@ class Decoder:
                 self._graph.launch(self.stream)
                 self.state.length += 1
             elif self.use_graph and self._warm:
-                self._capture()
+                self._graph = self._capture()
                 self._graph.launch(self.stream)
             else:
                 self._run()
@@ -128,12 +128,14 @@ class Decoder:
     def _draw(self, logits: Array) -> None:
         self.sampling.draw(logits, self.state, self.state.tokens.reshape(-1))
 
-    def _capture(self) -> None:
+    def _capture(self) -> Any:
+        """Record one step, which counts its token but does not run, as a graph."""
         self.stream.begin_capture()
         try:
             self._run()
         finally:
-            self._graph = self.stream.end_capture()
+            graph = self.stream.end_capture()
+        return graph
 
     def _fetch(self) -> None:
         """Copy the last draw to the host, behind the step that makes it."""

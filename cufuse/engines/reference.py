@@ -99,7 +99,6 @@ def _rotate(c: Config, state: State, x: np.ndarray, positions: np.ndarray) -> np
 
 
 def _mlp(c: Config, layer: Layer, h: np.ndarray) -> np.ndarray:
-    clamp = {"limit": c.swiglu_limit, "alpha": c.swiglu_alpha}
     if c.n_experts:
         rows = h.reshape(-1, c.dim)
         ids, gates = reference.moe_route(
@@ -121,12 +120,19 @@ def _mlp(c: Config, layer: Layer, h: np.ndarray) -> np.ndarray:
             b_up=layer.up_bias,
             b_down=layer.down_bias,
             activation=c.activation,
-            **clamp,
+            limit=c.swiglu_limit,
+            alpha=c.swiglu_alpha,
         ).reshape(h.shape)
     if c.gated:
-        biases = layer.gate_bias, layer.up_bias
         hidden = reference.gated_linear(
-            h, layer.gate, layer.up, *biases, activation=c.activation, **clamp
+            h,
+            layer.gate,
+            layer.up,
+            layer.gate_bias,
+            layer.up_bias,
+            activation=c.activation,
+            limit=c.swiglu_limit,
+            alpha=c.swiglu_alpha,
         )
     else:
         hidden = reference.linear(h, layer.up, layer.up_bias, activation=c.activation)
