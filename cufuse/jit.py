@@ -416,27 +416,17 @@ _HOST_MAIN = """
 #include "{file}"
 
 template <typename Args>
-static const Args& argument_of(void (*)(const Args), const void* bytes) {{
-  return *static_cast<const Args*>(bytes);
+static void call(void (*kernel)(const Args), const void* bytes) {{
+  kernel(*static_cast<const Args*>(bytes));
+}}
+template <typename Args>
+constexpr unsigned long long size_of(void (*)(const Args)) {{
+  return sizeof(Args);
 }}
 
-extern "C" int cufuse_run(const unsigned* grid, unsigned block, unsigned long long shared_bytes,
-                          int cooperative, unsigned long long seed, double seconds,
-                          const void* bytes, unsigned long long size_bytes, char* message,
-                          unsigned long long capacity) {{
-  constexpr auto kernel = {expression};
-  const auto& args = argument_of(kernel, bytes);
-  if (size_bytes != sizeof(args)) {{
-    std::snprintf(message, capacity, "the struct has %zu bytes, Python packed %llu", sizeof(args),
-                  size_bytes);
-    return 1;
-  }}
-  const std::string fault = cufuse::host::run_grid(
-      {{grid[0], grid[1], grid[2]}}, {{block, 1, 1}}, shared_bytes, cooperative, seed, seconds,
-      [&] {{ kernel(args); }});
-  std::snprintf(message, capacity, "%s", fault.c_str());
-  return !fault.empty();
-}}
+constexpr auto kernel = {expression};
+extern "C" void cufuse_thread(const void* bytes) {{ call(kernel, bytes); }}
+extern "C" unsigned long long cufuse_argument_bytes() {{ return size_of(kernel); }}
 """
 
 
@@ -460,10 +450,14 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _host_digest() -> str:
-    state = hashlib.sha256(digest().encode())
+    state = hashlib.sha256(digest().encode() + _host_runtime_source().read_bytes())
     version = subprocess.run([host_compiler(), "--version"], capture_output=True, text=True).stdout
     state.update(" ".join((version, *HOST_FLAGS, *_host_target())).encode())
     return state.hexdigest()
+
+
+def _host_runtime_source() -> Path:
+    return sources() / "host" / "fibers.cpp"
 
 
 @functools.cache
@@ -477,47 +471,61 @@ def _host_target() -> tuple[str, ...]:
 
 
 @functools.cache
-def _host_header() -> Path:
-    """Precompile the twin's header: it is two thirds of every kernel's compile time."""
-    header = cache_folder() / "twin" / _host_digest()[:40] / "twin.hpp"
-    if not header.with_name("twin.hpp.gch").exists():
-        header.parent.mkdir(parents=True, exist_ok=True)
-        header.write_text('#include "host/hw.cuh"\n')
-        _host_compile(("-x", "c++-header", str(header)), header.with_name("twin.hpp.gch"))
-    return header
+def _host_folder() -> Path:
+    """Return where this compiler's builds of these headers lie."""
+    folder = cache_folder() / "twin" / _host_digest()[:40]
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
-def _host_compile(arguments: tuple[str, ...], target: Path) -> None:
-    """Run the C++ compiler; the target appears whole or not at all."""
+def _host_build(target: Path, text: str, *arguments: str) -> Path:
+    """Compile C++ text into the target unless it is there; it appears whole or not at all."""
+    if target.exists():
+        return target
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        built = Path(work) / target.name
+        source, built = Path(work) / "twin.cpp", Path(work) / target.name
+        source.write_text(text)
         command = [host_compiler(), *HOST_FLAGS, *_host_target(), f"-I{sources()}", *arguments]
-        done = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, str(source), "-o", str(built)], capture_output=True, text=True
+        )
         if done.returncode:
             raise CompileError(f"{target.name} on the CPU: {done.stderr[:4000]}")
         built.replace(target)
+    return target
+
+
+@functools.cache
+def _host_header() -> Path:
+    """Precompile the twin's header, which stands in front of every kernel."""
+    header = _host_folder() / "twin.hpp"
+    text = '#include "host/hw.cuh"\n'
+    if not header.exists():
+        header.write_text(text)  # read where the precompiled one does not fit
+    _host_build(header.with_name("twin.hpp.gch"), text, "-x", "c++-header")
+    return header
+
+
+@functools.cache
+def _host_runtime() -> Any:
+    """Build and load what runs a grid on the CPU; kernels find its functions by name."""
+    text = _host_runtime_source().read_text()
+    library = _host_build(_host_folder() / "runtime.so", text, "-shared", "-pthread")
+    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 @functools.cache
 def _host_library(made: Kernel) -> Any:
-    main = _HOST_MAIN.format(file=made.file, expression=made.expression)
-    text = "\0".join((main, (sources() / made.file).read_text()))
-    folder = _host_header().parent
-    library = folder / f"{made.name}-{hashlib.sha256(text.encode()).hexdigest()[:40]}.so"
+    _host_runtime()
+    text = _HOST_MAIN.format(file=made.file, expression=made.expression)
+    state = hashlib.sha256("\0".join((text, (sources() / made.file).read_text())).encode())
+    library = _host_folder() / f"{made.name}-{state.hexdigest()[:40]}.so"
+    begin = time.perf_counter()
     if not library.exists():
-        begin = time.perf_counter()
-        source = folder / f"{library.stem}-{os.getpid()}.cpp"
-        source.write_text(main)
-        header = ("-include", str(_host_header()))
-        try:
-            _host_compile(("-shared", *header, str(source), "-lpthread"), library)
-        finally:
-            source.unlink()
+        _host_build(library, text, "-include", str(_host_header()), "-shared")
         if debug_level() >= 1:
             _log(f"compiled {made.expression} for the CPU in {time.perf_counter() - begin:.2f} s")
-    run = ctypes.CDLL(str(library)).cufuse_run
-    run.restype = ctypes.c_int
-    return run
+    return ctypes.CDLL(str(library))
 
 
 _seed: contextvars.ContextVar[int] = contextvars.ContextVar("seed", default=0)
@@ -541,18 +549,23 @@ def _host_run(
     shared_bytes: int,
     cooperative: bool,
 ) -> None:
-    run = _host_library(made)
+    library = _host_library(made)
+    if packed.nbytes != library.cufuse_argument_bytes():
+        raise KernelFault(
+            f"{made.name} on the CPU twin: the struct has {library.cufuse_argument_bytes()} bytes, "
+            f"Python packed {packed.nbytes}"
+        )
     sizes = (ctypes.c_uint * 3)(*grid, *(1,) * (3 - len(grid)))
     message = ctypes.create_string_buffer(4096)
-    failed = run(
+    failed = _host_runtime().cufuse_run(
+        library.cufuse_thread,
+        ctypes.c_void_p(packed.ctypes.data),
         sizes,
         ctypes.c_uint(block),
         ctypes.c_ulonglong(shared_bytes),
         ctypes.c_int(cooperative),
         ctypes.c_ulonglong(_seed.get()),
         ctypes.c_double(float(os.environ.get("CUFUSE_TWIN_SECONDS", "60"))),
-        ctypes.c_void_p(packed.ctypes.data),
-        ctypes.c_ulonglong(packed.nbytes),
         message,
         ctypes.c_ulonglong(len(message)),
     )

@@ -27,8 +27,8 @@
 
 #define threadIdx (cufuse::host::cta->current->thread)
 #define blockIdx (cufuse::host::cta->block_index)
-#define blockDim (cufuse::host::cta->launch->block)
-#define gridDim (cufuse::host::cta->launch->grid)
+#define blockDim (cufuse::host::cta->block)
+#define gridDim (cufuse::host::cta->grid)
 
 struct alignas(8) uint2 {
   unsigned x, y;
@@ -91,8 +91,8 @@ T __ldcs(const T* p) {
   return *p;
 }
 inline void __nanosleep(unsigned) { cufuse::host::yield("__nanosleep"); }
-inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-inline void __trap() { cufuse::host::fail("__trap was executed"); }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __trap() { cufuse::host::fail("__trap", "was executed"); }
 
 // ---- barriers, shuffles, votes
 
@@ -118,7 +118,7 @@ T cufuse_shuffle(unsigned mask, T value, const char* name, Source source) {
   return cufuse::host::exchange(mask, value, name, [&](auto box) {
     const unsigned from = source(lane);
     if (!(mask >> from & 1)) {
-      cufuse::host::fail(std::string(name) + ": reads a lane that is not named in the mask");
+      cufuse::host::fail(name, "reads a lane that is not named in the mask");
     }
     return box(from);
   });
@@ -216,7 +216,7 @@ constexpr u32 kFullMask = 0xffffffffu;
 
 template <typename T>
 T* dynamic_shared() {
-  return reinterpret_cast<T*>(host::dynamic_shared_bytes);
+  return reinterpret_cast<T*>(host::cta->dynamic_shared);
 }
 
 // ---- conversions, round to nearest even
@@ -279,29 +279,13 @@ inline u32 add_acq_rel(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC
 
 // ---- shared memory
 
-// Copies land when they are waited for, never earlier: a missing wait reads poison.
 inline void copy_async(void* shared, const void* source, u32 size_bytes) {
-  const auto misaligned = (reinterpret_cast<std::uintptr_t>(shared) |
-                           (size_bytes ? reinterpret_cast<std::uintptr_t>(source) : 0)) &
-                          15;
-  if (misaligned || size_bytes > 16) host::fail("copy_async: not a 16-byte aligned copy");
-  host::Fiber& fiber = *host::cta->current;
-  fiber.copies.push_back({shared, source, size_bytes, fiber.copy_groups});
+  host::copy_async(shared, source, size_bytes);
 }
-inline void copy_async_commit() { ++host::cta->current->copy_groups; }
+inline void copy_async_commit() { host::copy_async_commit(); }
 template <int kPending>
 void copy_async_wait() {
-  host::Fiber& fiber = *host::cta->current;
-  std::vector<host::PendingCopy> later;
-  for (const host::PendingCopy& copy : fiber.copies) {
-    if (copy.group >= fiber.copy_groups - kPending) {
-      later.push_back(copy);
-      continue;
-    }
-    std::memset(copy.shared, 0, 16);
-    std::memcpy(copy.shared, copy.source, copy.size_bytes);
-  }
-  fiber.copies = std::move(later);
+  host::copy_async_wait(kPending);
 }
 
 // ---- tensor cores
@@ -311,7 +295,7 @@ inline void load_matrix_rows(u32 (&r)[4], const void* shared, bool transposed) {
   struct Pairs {
     u32 r[4];
   };
-  if (reinterpret_cast<std::uintptr_t>(shared) & 15) host::fail("load_matrix: misaligned row");
+  if (reinterpret_cast<std::uintptr_t>(shared) & 15) host::fail("load_matrix", "misaligned row");
   const Pairs pairs = host::exchange(kFullMask, shared, "load_matrix", [=](auto row_of) {
     Pairs p;
     for (u32 matrix = 0; matrix < 4; ++matrix) {
