@@ -31,6 +31,11 @@ import numpy as np
 from cufuse import device, structs
 from cufuse.device import Array
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 OPTIONS = ("-std=c++17", "--fmad=false")
 HOST_FLAGS = (
     "-std=c++17",
@@ -478,11 +483,29 @@ def _host_folder() -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def _only_builder(target: Path) -> Iterator[None]:
+    """Let one process build the target while the others wait (where the system can lock files)."""
+    if fcntl is None:
+        yield
+        return
+    lock = target.with_name(target.name + ".lock")
+    with open(lock, "w") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: build twice
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
 def _host_build(target: Path, text: str, *arguments: str) -> Path:
     """Compile C++ text into the target unless it is there; it appears whole or not at all."""
     if target.exists():
         return target
-    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+    with _only_builder(target), tempfile.TemporaryDirectory(dir=target.parent) as work:
+        if target.exists():
+            return target
         source, built = Path(work) / "twin.cpp", Path(work) / target.name
         source.write_text(text)
         command = [host_compiler(), *HOST_FLAGS, *_host_target(), f"-I{sources()}", *arguments]

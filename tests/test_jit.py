@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -75,3 +77,26 @@ def test_compile_error_points_into_kernels_cu(monkeypatch):
     monkeypatch.setattr(jit, "source_text", lambda file: whole + "int broken = nonsense;")
     with pytest.raises(jit.CompileError, match=r"kernels_cu/unfused/advance\.cu\(\d+\).*nonsense"):
         jit.compile_offline(jit.kernel("unfused/advance.cu", "advance"), "80")
+
+
+def test_one_builds_while_others_wait(monkeypatch, tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        f"echo once >>{tmp_path}/log\nsleep 0.2\n"
+        'for target; do :; done\necho built >"$target"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    target = tmp_path / "kernel.so"
+    with ThreadPoolExecutor(4) as pool:
+        built = list(pool.map(lambda _: jit._host_build(target, "int x;"), range(4)))
+    assert built == [target] * 4 and target.read_text() == "built\n"
+    assert (tmp_path / "log").read_text() == "once\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["compiler", "kernel.so", "log"]
+
+
+def test_a_failed_build_leaves_nothing_behind(tmp_path):
+    with pytest.raises(jit.CompileError, match="nonsense"):
+        jit._host_build(tmp_path / "broken.so", "int x = nonsense;", "-shared")
+    assert not list(tmp_path.iterdir())
