@@ -62,38 +62,41 @@ class Bound:
             raise ValueError(f"{where} is {_shape(out.shape)}, wanted {_shape(shape)}")
         if not out.flags.c_contiguous or not getattr(out.flags, "writeable", True):
             raise ValueError(f"{where} has to be C-contiguous and writable")
-        begin, size = device.address(out), out.nbytes
         for other, array in self.arrays.items():
-            if array is None:
+            if array is None or not device.overlap(out, array):
                 continue
-            first = device.address(array)
-            if first >= begin + size or begin >= first + array.nbytes or not array.nbytes:
-                continue
-            if first != begin or array.nbytes != size or other not in may_alias:
+            same = device.address(out) == device.address(array) and out.nbytes == array.nbytes
+            if not same or other not in may_alias:
                 raise ValueError(f"{where} shares memory with {other}; give it memory of its own")
         return out
 
 
-def bind(op: str, *, strided: Collection[str] = (), **specs: tuple[Any, ...]) -> Bound:
+def bind(
+    op: str,
+    *,
+    strided: Collection[str] = (),
+    optional: Collection[str] = (),
+    **specs: tuple[Any, ...],
+) -> Bound:
     """Bind named dimensions to sizes and check library, device and dtype of all arrays of a call.
 
     Each spec is `(array, "m k")` or `(array, "m k", dtype)`. Names bind to sizes, a number is
     itself, a leading `...` takes any number of dimensions (the same for all arrays that have it).
     Without a dtype an array is floating (fp16, bf16 or fp32) and all such arrays share one dtype.
-    An array that is None is left out. Arrays come back C-contiguous; those named in `strided` only
-    need a contiguous last dimension. Raises TypeError for libraries and dtypes, ValueError for
-    sizes.
+    An array named in `optional` may be None and is left out. Arrays come back C-contiguous; those
+    named in `strided` only need a contiguous last dimension. Raises TypeError for libraries and
+    dtypes, ValueError for sizes.
     """
     bound = Bound(op)
     float_name = lead_name = None
     for name, (raw, dims, *rest) in specs.items():
-        if raw is None:
+        if raw is None and name in optional:
             bound.arrays[name] = None
             continue
         try:
             array = device.as_array(raw)
         except TypeError as error:
-            raise TypeError(f"{op}: {name}: {error}") from None
+            raise _not_an_array(op, name, error) from None
         kind = device.kind(array)
         if bound.like is None:
             bound.kind, bound.like = kind, array
@@ -179,7 +182,11 @@ def _kind(op: str, name: str, array: Any) -> str:
     try:
         return device.kind(array)
     except TypeError as error:
-        raise TypeError(f"{op}: {name}: {error}") from None
+        raise _not_an_array(op, name, error) from None
+
+
+def _not_an_array(op: str, name: str, error: TypeError) -> TypeError:
+    return TypeError(f"{op}: {name}: {error}; make one (numpy.asarray, cupy.asarray)")
 
 
 def _shape(shape: Collection[int]) -> str:

@@ -27,6 +27,10 @@ FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), bfloat16)
 
 INSTALL_CUPY = 'pip install "cufuse[cuda13]"'
 
+# Older ones lack bfloat16, or compile every kernel anew in each process.
+_OLDEST_CUPY = (14, 2)
+_OLDEST_ARCH = 80  # cp.async and mma of bfloat16
+
 
 class Unsupported(NotImplementedError):
     """An architecture or a model's feature that cufuse does not have; the text names both sides."""
@@ -110,11 +114,22 @@ def address(x: Array) -> int:
 
 
 def overlap(a: Array, b: Array) -> bool:
-    """Tell whether two contiguous arrays share memory."""
+    """Tell whether the memory from first to last element of two arrays has a part in common.
+
+    Strides, if there are any, are not negative.
+    """
     if device_id(a) != device_id(b) or not a.nbytes or not b.nbytes:
         return False
     first, second = address(a), address(b)
-    return first < second + b.nbytes and second < first + a.nbytes
+    return first < second + _extent(b) and second < first + _extent(a)
+
+
+def _extent(x: Array) -> int:
+    """Bytes from the first element to the end of the last one."""
+    if x.flags.c_contiguous:
+        return x.nbytes
+    steps = zip(x.shape, x.strides, strict=True)
+    return x.dtype.itemsize + sum((size - 1) * stride for size, stride in steps)
 
 
 @contextlib.contextmanager
@@ -148,15 +163,18 @@ def gpu_problem() -> str | None:
         return f"CuPy is not installed: {INSTALL_CUPY}"
     try:
         cupy = require_cupy()
-        if cupy.cuda.runtime.getDeviceCount() > 0:
-            return None
-        return "the CUDA driver finds no GPU"
+        if cupy.cuda.runtime.getDeviceCount() == 0:
+            return "the CUDA driver finds no GPU"
+        gpu_info(0)
+    except Unsupported as error:
+        return str(error)
     except Exception as error:  # the driver's own errors have no common base class
         return f"no GPU can be used ({error})"
+    return None
 
 
 def gpu_available() -> bool:
-    """Tell whether CuPy is installed and finds a GPU."""
+    """Tell whether CuPy is installed and finds a GPU that the kernels run on."""
     return gpu_problem() is None
 
 
@@ -180,12 +198,17 @@ _SUFFIXED = {"90": "90a", "100": "100a", "103": "103a", "120": "120a", "121": "1
 
 @functools.cache
 def gpu_info(gpu: int = 0) -> GpuInfo:
-    """Ask the driver about a GPU."""
-    runtime = require_cupy().cuda.runtime
+    """Ask the driver about a GPU; raises Unsupported for one, or a CuPy, that is too old."""
+    cupy = require_cupy()
+    _check_version(cupy.__version__)
+    runtime = cupy.cuda.runtime
     properties = runtime.getDeviceProperties(gpu)
     number = f"{properties['major']}{properties['minor']}"
+    name = properties["name"].decode()
+    if int(number) < _OLDEST_ARCH:
+        raise Unsupported(f"{name} is sm_{number}; the kernels need sm_{_OLDEST_ARCH} or newer")
     return GpuInfo(
-        name=properties["name"].decode(),
+        name=name,
         arch=_SUFFIXED.get(number, number),
         sm_count=properties["multiProcessorCount"],
         shared_bytes_per_block=properties["sharedMemPerBlockOptin"],
@@ -194,6 +217,15 @@ def gpu_info(gpu: int = 0) -> GpuInfo:
         driver=_version(runtime.driverGetVersion()),
         cuda_runtime=_version(runtime.runtimeGetVersion()),
     )
+
+
+def _check_version(cupy_version: str) -> None:
+    major, minor = cupy_version.split(".")[:2]
+    if (int(major), int(minor)) < _OLDEST_CUPY:
+        raise Unsupported(
+            f"CuPy {cupy_version} is too old, wanted {'.'.join(map(str, _OLDEST_CUPY))} or newer: "
+            f"{INSTALL_CUPY}"
+        )
 
 
 def _version(number: int) -> str:

@@ -10,16 +10,20 @@ from cufuse.device import Array
 from cufuse.ops._vector import width
 
 
-def writable(bound: Bound, op: str, name: str, given: Any) -> Array:
-    """Return a bound cache; raises ValueError when bind had to copy it or it cannot be written."""
-    cache = bound[name]
-    same = device.address(cache) == device.address(device.as_array(given))
-    if not same or not getattr(cache.flags, "writeable", True):
-        raise ValueError(
-            f"{op}: {name} is written in place: it has to be writable, with a contiguous last "
-            "dimension and ascending strides"
-        )
-    return cache
+def writable(bound: Bound, k_cache: Any, v_cache: Any) -> tuple[Array, Array]:
+    """Return the bound caches; raises ValueError when one cannot be written where it lies."""
+    for name, given in (("k_cache", k_cache), ("v_cache", v_cache)):
+        cache = bound[name]
+        same = device.address(cache) == device.address(device.as_array(given))
+        if not same or not getattr(cache.flags, "writeable", True):
+            raise ValueError(
+                f"{bound.op}: {name} is written in place: it has to be writable, with a contiguous "
+                "last dimension and ascending strides"
+            )
+    keys, values = bound["k_cache"], bound["v_cache"]
+    if keys.size and device.address(keys) == device.address(values):
+        raise ValueError(f"{bound.op}: v_cache is k_cache; give it memory of its own")
+    return keys, values
 
 
 def strides(array: Array, *names: str) -> dict[str, int]:

@@ -42,8 +42,7 @@ def append(
         k_cache=(k_cache, "batch n_kv_heads capacity head_dim"),
         v_cache=(v_cache, "batch n_kv_heads capacity head_dim"),
     )
-    keys = _cache.writable(bound, "append", "k_cache", k_cache)
-    values = _cache.writable(bound, "append", "v_cache", v_cache)
+    keys, values = _cache.writable(bound, k_cache, v_cache)
     if bound["k"].size == 0 or keys.size == 0:
         return
     if bound.kind == "numpy":

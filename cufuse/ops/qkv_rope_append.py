@@ -65,6 +65,7 @@ def qkv_rope_append(
     bound = checks.bind(
         _OP,
         strided=("k_cache", "v_cache"),
+        optional=("b", "norm", "cos", "sin", "q_norm", "k_norm"),
         x=(x, "batch q_len dim"),
         w=(w, "n dim"),
         b=(b, "n"),
@@ -77,8 +78,7 @@ def qkv_rope_append(
         q_norm=(q_norm, "q_norm"),
         k_norm=(k_norm, "k_norm"),
     )
-    keys = _cache.writable(bound, _OP, "k_cache", k_cache)
-    values = _cache.writable(bound, _OP, "v_cache", v_cache)
+    keys, values = _cache.writable(bound, k_cache, v_cache)
     batch, n_kv_heads, _, head_dim = keys.shape
     n, q_len = bound.sizes["n"], bound.sizes["q_len"]
     if n != (n_heads + 2 * n_kv_heads) * head_dim:

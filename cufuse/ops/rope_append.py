@@ -75,6 +75,7 @@ def rope_append(
     bound = checks.bind(
         op,
         strided=("k_cache", "v_cache"),
+        optional=("cos", "sin", "q_norm", "k_norm"),
         qkv=(qkv, "batch q_len n"),
         start=(start, "batch", np.int32),
         k_cache=(k_cache, "batch n_kv_heads capacity head_dim"),
@@ -85,8 +86,7 @@ def rope_append(
         k_norm=(k_norm, "k_norm"),
     )
     checks.option(op, "qk_rounding", qk_rounding, ROUNDINGS)
-    keys = _cache.writable(bound, op, "k_cache", k_cache)
-    values = _cache.writable(bound, op, "v_cache", v_cache)
+    keys, values = _cache.writable(bound, k_cache, v_cache)
     batch, n_kv_heads, capacity, head_dim = keys.shape
     q_len, n = bound.sizes["q_len"], bound.sizes["n"]
     if n != (n_heads + 2 * n_kv_heads) * head_dim:
