@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from cufuse import checks, device
+from cufuse import checks, device, jit, tiles
 from cufuse.checks import Bound
 from cufuse.device import Array
+from cufuse.ops._vector import width
 from cufuse.ops.rmsnorm import ROUNDINGS, Norm, rmsnorm
 
 ACTIVATIONS = ("none", "relu", "relu2", "gelu", "gelu_tanh", "silu", "quick_gelu")
@@ -16,6 +17,10 @@ def norm_weight(op: str, norm: Norm | None) -> Array | None:
     """Return the weight to bind; checks the rounding's name."""
     if norm is None:
         return None
+    if not isinstance(norm, Norm):
+        raise TypeError(
+            f"{op}: norm is a {type(norm).__name__}, wanted ops.Norm(weight, eps, rounding)"
+        )
     checks.option(op, "norm.rounding", norm.rounding, ROUNDINGS)
     return norm.weight
 
@@ -50,3 +55,38 @@ def gate_template(activation: str, limit: float | None) -> tuple[str, str]:
 def gate_fields(limit: float | None, alpha: float) -> dict[str, float]:
     """Return the fields that a clamped gate reads."""
     return {"limit": 0.0 if limit is None else limit, "alpha": alpha}
+
+
+def multiply(
+    bound: Bound,
+    y: Array,
+    kernels: str,
+    template: tuple[str, ...],
+    weights: tuple[Array, ...],
+    args: dict[str, Any],
+    norm: Norm | None,
+    stream: Any,
+) -> None:
+    """Launch `{kernels}_rows` or, for many rows, a norm and `{kernels}_tiles` of the op's file.
+
+    `template` is what both take between dtype and tile, `args` both structs' fields but for x.
+    """
+    m, n, k = bound.rows, bound.sizes["n"], bound.sizes["k"]
+    target, itemsize = tiles.target_of(y), bound.dtype.itemsize
+    tile = tiles.choose(bound.op, target, m, n, k, bound.dtype)
+    shape = tile.launch_shape(target, m, tiles.WEIGHT_ROWS[bound.op] * n, itemsize)
+    args = {**args, "y": y, "rows": m, "n": n, "k": k}
+    if isinstance(tile, tiles.RowsTile):
+        name = f"{kernels}_rows"
+        template = (*template, rounding(norm))
+        args["x"], args["norm_weight"] = bound["x"], bound["norm"]
+        args["eps"] = 0.0 if norm is None else norm.eps
+        vec = width(k, bound["x"], *weights, bound["norm"])
+    else:
+        name = f"{kernels}_tiles"
+        args["x"] = normed(bound, norm, stream)
+        vec = width(k, args["x"], *weights)
+    kernel = jit.kernel(f"fused/{bound.op}.cu", name, bound.dtype, *template, *tile.template, vec)
+    kernel.launch(
+        shape.grid, shape.threads, args, like=y, shared_bytes=shape.shared_bytes, stream=stream
+    )

@@ -19,7 +19,11 @@ def on_stream(op: Op) -> Op:
         if stream is None:
             return op(*args, **options)
         first = args[0] if args else next(iter(options.values()), None)
-        with device.on_device_of(first), device.as_stream(stream):
+        try:
+            stream = device.as_stream(stream)
+        except TypeError as error:
+            raise TypeError(f"{op.__name__}: {error}") from None
+        with device.on_device_of(first), stream:
             return op(*args, stream=stream, **options)
 
     return call  # type: ignore[return-value]

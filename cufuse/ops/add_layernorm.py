@@ -35,6 +35,7 @@ def add_layernorm(
     """
     bound = checks.bind(
         "add_layernorm",
+        optional=("weight", "bias"),
         x=(x, "... n"),
         residual=(residual, "... n"),
         weight=(weight, "n"),

@@ -35,7 +35,11 @@ def add_rmsnorm(
     normalised. Raises ValueError for sizes and TypeError for dtypes or mixed libraries.
     """
     bound = checks.bind(
-        "add_rmsnorm", x=(x, "... n"), residual=(residual, "... n"), weight=(weight, "n")
+        "add_rmsnorm",
+        optional=("weight",),
+        x=(x, "... n"),
+        residual=(residual, "... n"),
+        weight=(weight, "n"),
     )
     checks.option("add_rmsnorm", "rounding", rounding, ROUNDINGS)
     n = bound.sizes["n"]

@@ -106,6 +106,7 @@ def attention(
     bound = checks.bind(
         op,
         strided=("k", "v"),
+        optional=("start", "lengths", "sinks"),
         q=(q, "batch q_len n_heads head_dim"),
         k=(k, "batch kv_len n_kv_heads head_dim"),
         v=(v, "batch kv_len n_kv_heads head_dim"),

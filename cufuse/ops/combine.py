@@ -34,6 +34,7 @@ def combine(
     """
     bound = checks.bind(
         "combine",
+        optional=("residual",),
         y=(y, "m k n"),
         ids=(ids, "m k", np.int32),
         weights=(weights, "m k", np.float32),

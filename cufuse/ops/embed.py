@@ -41,6 +41,7 @@ def embed(
     """
     bound = checks.bind(
         "embed",
+        optional=("start", "position_table", "token_type"),
         ids=(ids, "..." if start is None else "batch q_len", np.int32),
         table=(table, "vocab dim"),
         start=(start, "batch", np.int32),

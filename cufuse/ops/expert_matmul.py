@@ -35,6 +35,7 @@ def expert_matmul(
     per_slot = getattr(x, "ndim", 2) == 3
     bound = checks.bind(
         "expert_matmul",
+        optional=("b",),
         x=(x, "m k dim" if per_slot else "m dim"),
         ids=(ids, "m k", np.int32),
         w=(w, "n_experts n dim"),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from cufuse import checks, jit, reference, tiles
+from cufuse import checks, reference
 from cufuse.device import Array
 from cufuse.ops import _matmul
 from cufuse.ops._stream import on_stream
-from cufuse.ops._vector import width
 from cufuse.ops.rmsnorm import Norm
 
 
@@ -45,6 +44,7 @@ def gated_linear(
     """
     bound = checks.bind(
         "gated_linear",
+        optional=("b_gate", "b_up", "norm"),
         x=(x, "... k"),
         w_gate=(w_gate, "n k"),
         w_up=(w_up, "n k"),
@@ -53,8 +53,7 @@ def gated_linear(
         norm=(_matmul.norm_weight("gated_linear", norm), "k"),
     )
     checks.option("gated_linear", "activation", activation, _matmul.ACTIVATIONS)
-    m, n, k = bound.rows, bound.sizes["n"], bound.sizes["k"]
-    y = bound.output("out", out, (*bound.lead, n))
+    y = bound.output("out", out, (*bound.lead, bound.sizes["n"]))
     if y.size == 0:
         return y
     if bound.kind == "numpy":
@@ -66,51 +65,9 @@ def gated_linear(
             norm=_matmul.norm_tuple(bound, norm),
         )
         return y
-    target = tiles.target_of(y)
-    tile = tiles.choose("gated_linear", target, m, n, k, bound.dtype)
-    shape = tile.launch_shape(target, m, 2 * n, bound.dtype.itemsize)
-    weights = {name: bound[name] for name in ("w_gate", "w_up", "b_gate", "b_up")}
-    args = {**weights, "y": y, "rows": m, "n": n, "k": k, **_matmul.gate_fields(limit, alpha)}
-    gate = _matmul.gate_template(activation, limit)
-    if isinstance(tile, tiles.RowsTile):
-        kernel = jit.kernel(
-            "fused/gated_linear.cu",
-            "gated_rows",
-            bound.dtype,
-            *gate,
-            _matmul.rounding(norm),
-            *tile.template,
-            width(k, bound["x"], bound["w_gate"], bound["w_up"], bound["norm"]),
-        )
-        kernel.launch(
-            shape.grid,
-            shape.threads,
-            {
-                **args,
-                "x": bound["x"],
-                "norm_weight": bound["norm"],
-                "eps": 0.0 if norm is None else norm.eps,
-            },
-            like=y,
-            shared_bytes=shape.shared_bytes,
-            stream=stream,
-        )
-        return y
-    source = _matmul.normed(bound, norm, stream)
-    kernel = jit.kernel(
-        "fused/gated_linear.cu",
-        "gated_tiles",
-        bound.dtype,
-        *gate,
-        *tile.template,
-        width(k, source, bound["w_gate"], bound["w_up"]),
-    )
-    kernel.launch(
-        shape.grid,
-        shape.threads,
-        {**args, "x": source},
-        like=y,
-        shared_bytes=shape.shared_bytes,
-        stream=stream,
-    )
+    args = {name: bound[name] for name in ("w_gate", "w_up", "b_gate", "b_up")}
+    args |= _matmul.gate_fields(limit, alpha)
+    template = _matmul.gate_template(activation, limit)
+    weights = bound["w_gate"], bound["w_up"]
+    _matmul.multiply(bound, y, "gated", template, weights, args, norm, stream)
     return y

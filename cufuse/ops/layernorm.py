@@ -30,7 +30,13 @@ def layernorm(
     Returns [..., n] in x's dtype; mean and variance are taken in float32, one after the other (Ba,
     Kiros and Hinton 2016). Raises ValueError for sizes and TypeError for dtypes or mixed libraries.
     """
-    bound = checks.bind("layernorm", x=(x, "... n"), weight=(weight, "n"), bias=(bias, "n"))
+    bound = checks.bind(
+        "layernorm",
+        optional=("weight", "bias"),
+        x=(x, "... n"),
+        weight=(weight, "n"),
+        bias=(bias, "n"),
+    )
     n = bound.sizes["n"]
     y = bound.output("out", out, (*bound.lead, n), may_alias=("x",))
     if y.size == 0:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from cufuse import checks, jit, reference, tiles
+from cufuse import checks, reference
 from cufuse.device import Array
 from cufuse.ops import _matmul
 from cufuse.ops._stream import on_stream
-from cufuse.ops._vector import width
 from cufuse.ops.rmsnorm import Norm
 
 
@@ -41,6 +40,7 @@ def linear(
     """
     bound = checks.bind(
         "linear",
+        optional=("b", "residual", "norm"),
         x=(x, "... k"),
         w=(w, "n k"),
         b=(b, "n"),
@@ -48,8 +48,7 @@ def linear(
         norm=(_matmul.norm_weight("linear", norm), "k"),
     )
     checks.option("linear", "activation", activation, _matmul.ACTIVATIONS)
-    m, n, k = bound.rows, bound.sizes["n"], bound.sizes["k"]
-    y = bound.output("out", out, (*bound.lead, n), may_alias=("residual",))
+    y = bound.output("out", out, (*bound.lead, bound.sizes["n"]), may_alias=("residual",))
     if y.size == 0:
         return y
     if bound.kind == "numpy":
@@ -62,57 +61,7 @@ def linear(
             norm=_matmul.norm_tuple(bound, norm),
         )
         return y
-    target = tiles.target_of(y)
-    tile = tiles.choose("linear", target, m, n, k, bound.dtype)
-    shape = tile.launch_shape(target, m, n, bound.dtype.itemsize)
-    args = {
-        "w": bound["w"],
-        "b": bound["b"],
-        "residual": bound["residual"],
-        "y": y,
-        "rows": m,
-        "n": n,
-        "k": k,
-    }
-    if isinstance(tile, tiles.RowsTile):
-        kernel = jit.kernel(
-            "fused/linear.cu",
-            "linear_rows",
-            bound.dtype,
-            f"Act::{activation}",
-            _matmul.rounding(norm),
-            *tile.template,
-            width(k, bound["x"], bound["w"], bound["norm"]),
-        )
-        kernel.launch(
-            shape.grid,
-            shape.threads,
-            {
-                **args,
-                "x": bound["x"],
-                "norm_weight": bound["norm"],
-                "eps": 0.0 if norm is None else norm.eps,
-            },
-            like=y,
-            shared_bytes=shape.shared_bytes,
-            stream=stream,
-        )
-        return y
-    source = _matmul.normed(bound, norm, stream)
-    kernel = jit.kernel(
-        "fused/linear.cu",
-        "linear_tiles",
-        bound.dtype,
-        f"Act::{activation}",
-        *tile.template,
-        width(k, source, bound["w"]),
-    )
-    kernel.launch(
-        shape.grid,
-        shape.threads,
-        {**args, "x": source},
-        like=y,
-        shared_bytes=shape.shared_bytes,
-        stream=stream,
-    )
+    args = {name: bound[name] for name in ("w", "b", "residual")}
+    template = (f"Act::{activation}",)
+    _matmul.multiply(bound, y, "linear", template, (bound["w"],), args, norm, stream)
     return y

@@ -62,6 +62,7 @@ def moe(
     """
     bound = checks.bind(
         "moe",
+        optional=("b_gate", "b_up", "b_down", "residual", "norm"),
         x=(x, "m dim"),
         ids=(ids, "m k", np.int32),
         weights=(weights, "m k", np.float32),

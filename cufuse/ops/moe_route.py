@@ -51,6 +51,7 @@ def moe_route(
     """
     bound = checks.bind(
         "moe_route",
+        optional=("b", "norm"),
         x=(x, "m dim"),
         w=(w, "n_experts dim"),
         b=(b, "n_experts"),

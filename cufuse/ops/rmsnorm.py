@@ -42,7 +42,7 @@ def rmsnorm(
     Returns [..., n] in x's dtype; the mean is taken in float32 (Zhang and Sennrich 2019). Raises
     ValueError for sizes and TypeError for dtypes or mixed libraries.
     """
-    bound = checks.bind("rmsnorm", x=(x, "... n"), weight=(weight, "n"))
+    bound = checks.bind("rmsnorm", optional=("weight",), x=(x, "... n"), weight=(weight, "n"))
     checks.option("rmsnorm", "rounding", rounding, ROUNDINGS)
     n = bound.sizes["n"]
     y = bound.output("out", out, (*bound.lead, n), may_alias=("x",))

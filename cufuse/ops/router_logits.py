@@ -31,7 +31,9 @@ def router_logits(
     Returns float32 [m, n_experts], whatever the inputs' dtype: rounded logits tie too often. Raises
     ValueError for sizes and TypeError for dtypes or mixed libraries.
     """
-    bound = checks.bind("router_logits", x=(x, "m dim"), w=(w, "n_experts dim"), b=(b, "n_experts"))
+    bound = checks.bind(
+        "router_logits", optional=("b",), x=(x, "m dim"), w=(w, "n_experts dim"), b=(b, "n_experts")
+    )
     m, dim, n_experts = (bound.sizes[name] for name in ("m", "dim", "n_experts"))
     logits = bound.output("out", out, (m, n_experts), np.float32)
     if logits.size == 0:

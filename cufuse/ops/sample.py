@@ -45,7 +45,9 @@ def sample(
     ids. Raises ValueError for sizes and options, TypeError for dtypes or mixed libraries.
     """
     steps = None if isinstance(step, int | np.integer) else step
-    bound = checks.bind("sample", logits=(logits, "rows vocab"), step=(steps, "rows", np.int32))
+    bound = checks.bind(
+        "sample", optional=("step",), logits=(logits, "rows vocab"), step=(steps, "rows", np.int32)
+    )
     check_options(temperature, top_k, top_p, min_p, seed, 0 if steps is not None else step)
     rows, n = bound.sizes["rows"], bound.sizes["vocab"]
     ids = bound.output("out", out, (rows,), np.int32)

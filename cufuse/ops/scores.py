@@ -51,6 +51,7 @@ def scores(
     bound = checks.bind(
         op,
         strided=("k",),
+        optional=("start", "lengths"),
         q=(q, "batch q_len n_heads head_dim"),
         k=(k, "batch kv_len n_kv_heads head_dim"),
         start=(start, "batch", np.int32),

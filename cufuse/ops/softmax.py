@@ -36,6 +36,7 @@ def softmax(
     scored = sinks is not None or start is not None or lengths is not None
     bound = checks.bind(
         "softmax",
+        optional=("sinks", "start", "lengths"),
         x=(x, "batch heads q_len n" if scored else "... n"),
         sinks=(sinks, "heads"),
         start=(start, "batch", np.int32),

@@ -45,6 +45,7 @@ def values(
     bound = checks.bind(
         "values",
         strided=("v",),
+        optional=("start", "lengths"),
         p=(p, "batch n_heads q_len kv_len"),
         v=(v, "batch kv_len n_kv_heads head_dim"),
         start=(start, "batch", np.int32),
