@@ -10,12 +10,17 @@ _SIZED = 0x04  # the attribute's value is so many bytes that follow
 _LARGEST_CTA = 1024
 
 
-def threads_per_cta(cubin: bytes) -> int:
-    """Return the most threads a CTA of the kernel may have: its __launch_bounds__, or 1024."""
+def threads_per_cta(cubin: bytes, kernel: str) -> int:
+    """Return the most threads a CTA of a kernel may have: its __launch_bounds__, or 1024.
+
+    kernel: its name without namespace and template arguments; a cubin also holds the kernels of
+        the file that are no templates
+    """
+    mangled = f"{len(kernel)}{kernel}"
     most = [
         x * y * z
         for name, data in _sections(cubin)
-        if name.startswith(".nv.info.")
+        if name.startswith(".nv.info.") and mangled in name
         for attribute, value in _attributes(data)
         if attribute == _MAX_THREADS
         for x, y, z in [struct.unpack("<III", value[:12])]

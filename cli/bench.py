@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +19,7 @@ from cufuse.benchmarks.catalogue import cases
 from cufuse.benchmarks.decode import Decode
 from cufuse.benchmarks.prompt import Prompt
 from cufuse.benchmarks.rows import FORMATS, Row, Writer, save, stamp
-from cufuse.cli._errors import USAGE, Failure
+from cufuse.cli._errors import NOT_AVAILABLE, USAGE, Failure
 from cufuse.cli._options import (
     device_option,
     dtype_type,
@@ -27,10 +29,21 @@ from cufuse.cli._options import (
     resolve_device,
     words,
 )
+from cufuse.config import PRESETS
 from cufuse.engines import ENGINES
 
 _GPU_MODELS = ("llama-3.2-1b", "olmoe-1b-7b")
 _CPU_MODELS = ("tiny", "tiny-moe")
+
+
+def _engines(ctx: click.Context, param: click.Parameter, value: Sequence[str]) -> tuple[str, ...]:
+    return tuple(engine_choice.convert(word, param, ctx) for word in words(ctx, param, value))
+
+
+def _dtypes(
+    ctx: click.Context, param: click.Parameter, value: Sequence[str]
+) -> tuple[np.dtype, ...]:
+    return tuple(dtype_type.convert(word, param, ctx) for word in words(ctx, param, value))
 
 
 @click.command(
@@ -57,14 +70,14 @@ Examples:
     "--engine",
     "engine_names",
     multiple=True,
-    callback=words,
+    callback=_engines,
     help="Engines, comma list or repeated.  [default: all]",
 )
 @click.option(
     "--dtype",
     "dtypes",
     multiple=True,
-    callback=words,
+    callback=_dtypes,
     help="bfloat16, float16, float32, comma list or repeated.  [default: bfloat16]",
 )
 @click.option(
@@ -122,7 +135,7 @@ def bench(
     name: str | None,
     model_names: Sequence[str],
     engine_names: Sequence[str],
-    dtypes: Sequence[str],
+    dtypes: Sequence[np.dtype],
     batch: Sequence[int],
     context: Sequence[int] | None,
     n_tokens: int | None,
@@ -146,8 +159,8 @@ def bench(
     timed.
     """
     where = resolve_device(device_name)
-    chosen = tuple(engine_choice.convert(e, None, ctx) for e in engine_names) or ENGINES
-    kinds = [dtype_type.convert(d, None, ctx) for d in dtypes] or [dtype_type.convert("bfloat16")]
+    chosen = tuple(engine_names) or ENGINES
+    kinds = list(dtypes) or [device.bfloat16]
     ops = _ops(name, sizes, kinds, where, bool(model_names))
     on_gpu = where == "cuda"
     if min(batch) < 1:
@@ -161,6 +174,8 @@ def bench(
     ]
     if not tests and name in (None, "decode"):
         raise click.UsageError("-n 0 leaves nothing to measure of a model; add --prompt.")
+    if plot:
+        _check_plot(plot)
     _announce(where)
     common: dict[str, Any] = {"repetitions": repetitions, "checked": not no_verify}
 
@@ -210,8 +225,9 @@ def _ops(
 ) -> list[case.Case]:
     """Choose the ops to run."""
     if name not in (None, "ops", "decode", *cases()):
-        known = ", ".join(("ops", "decode", *cases()))
-        raise click.BadParameter(f"{name!r} is not one of {known}.", param_hint="NAME")
+        raise click.BadParameter(_unknown(name), param_hint="NAME")
+    if has_models and name not in (None, "decode"):
+        raise click.UsageError(f"--model goes with decode, not with {name}.")
     if sizes and name not in cases():
         raise click.UsageError("--size needs the name of one op.")
     if name == "decode" or (name is None and has_models):
@@ -226,6 +242,24 @@ def _ops(
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--size") from error
     return made
+
+
+def _unknown(name: str) -> str:
+    """Say what NAME can be: the nearest, or how a model is named."""
+    known = ("ops", "decode", *cases())
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"{name!r} does not exist. Did you mean {near[0]!r}?"
+    hint = f" A model is measured with --model {name}." if name in PRESETS else ""
+    return f"{name!r} is not one of {', '.join(known)}.{hint}"
+
+
+def _check_plot(plot: Path) -> None:
+    """Find out before anything is measured that the plot cannot be drawn."""
+    if not plot.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {plot.parent}.", param_hint="--plot")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise Failure('--plot needs matplotlib: pip install "cufuse[plot]"', NOT_AVAILABLE)
 
 
 def _announce(where: str) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import cufuse
 from cufuse.cli._errors import NOT_AVAILABLE, Failure
 from cufuse.cli._options import device_option, dtype_type, engine_choice, resolve_device
+from cufuse.generate import Sampling
 
 if TYPE_CHECKING:
     from cufuse.model import Model
@@ -111,6 +112,10 @@ def generate(
     Without PROMPT, or with -, the prompt is read from standard input.
     """
     where = resolve_device(device_name)
+    try:
+        Sampling(temperature, top_k, top_p, min_p, seed).check()
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     text = _prompt(prompt)
     begin = time.perf_counter()
     model = _load(name, where, dtype)

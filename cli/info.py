@@ -96,7 +96,8 @@ def _cublas(found: dict[str, Any], missing: dict[str, str]) -> None:
 def _gpus(found: dict[str, Any], missing: dict[str, str]) -> None:
     problem = device.gpu_problem()
     if problem is not None:
-        missing["GPU"] = f"{problem}; the reference engine still runs"
+        cure = "; install or update the NVIDIA driver" if "InsufficientDriver" in problem else ""
+        missing["GPU"] = f"{problem}{cure}; the reference engine still runs"
         return
     _cublas(found, missing)
     count = device.require_cupy().cuda.runtime.getDeviceCount()

@@ -80,6 +80,8 @@ def kernels(
         raise click.BadParameter(
             f"{unknown[0]!r} is not one of {', '.join(jit.ARCHS)}.", param_hint="--arch"
         )
+    if archs and not build:
+        raise click.UsageError("--arch goes with --compile.")
     if not build:
         _print([Report(_name(kernel), kernel.file) for kernel in chosen], output, built=False)
         return
@@ -118,7 +120,7 @@ def compile_one(kernel: jit.Kernel, arch: str) -> Report:
         made = jit.compile_offline(kernel, arch)
     except jit.CompileError as error:
         return Report(_name(kernel), kernel.file, arch, problem=str(error))
-    threads = threads_per_cta(made.cubin)
+    threads = threads_per_cta(made.cubin, _name(kernel).partition("<")[0])
     return Report(
         _name(kernel),
         kernel.file,

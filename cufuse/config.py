@@ -314,6 +314,8 @@ def preset(name: str) -> Config:
     """Return the preset of that name; raises UnknownModel and names the nearest."""
     if name in PRESETS:
         return PRESETS[name]
+    if "/" in name or name.endswith((".gguf", ".safetensors")):
+        raise UnknownModel(f"{name}: no such file or folder")
     near = difflib.get_close_matches(name, PRESETS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"presets are {', '.join(PRESETS)}"
     raise UnknownModel(f"unknown model {name}: {hint}")

@@ -134,6 +134,8 @@ def test_model_without_tokenizer_wants_ids(cufuse):
     [
         (("--engine", "mega", "--ids", "1"), "'mega' is not one of 'reference'"),
         (("--temperature", "-1", "--ids", "1"), "temperature"),
+        (("--temperature", "nan", "--ids", "1"), "temperature is nan, wanted 0 or"),
+        (("--seed", str(2**64), "--ids", "1"), "wanted 0 <= seed"),
         (("--top-p", "1.5", "--ids", "1"), "top-p"),
         (("--dtype", "int8", "--ids", "1"), "wanted one of bfloat16, float16, float32"),
         (("--ids", "1,x"), "numbers such as 1,2,3"),
@@ -149,6 +151,10 @@ def test_wrong_usage_exits_2(cufuse, arguments, sentence):
 def test_missing_file_exits_4(cufuse, tmp_path):
     result = cufuse("generate", "--model", str(tmp_path / "no.gguf"), "--device", "cpu", "Hello")
     assert result.exit_code == 4 and "Traceback" not in result.stderr
+
+
+def test_file_that_is_not_there_is_no_unknown_preset(cufuse):
+    assert_fails(generate(cufuse, "--model", "no/such.gguf", "Hi"), 4, "no/such.gguf: no such file")
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF\3\0\0\0\1", b"not a model at all"])
@@ -239,6 +245,31 @@ def test_broken_budget_exits_1(cufuse, monkeypatch):
 def test_kernels_wrong_usage(cufuse):
     assert_fails(cufuse("kernels", "nothing-like-it"), 2, "no kernel has 'nothing-like-it'")
     assert_fails(cufuse("kernels", "--compile", "--arch", "77"), 2, "'77' is not one of 80, 86")
+    assert_fails(cufuse("kernels", "--arch", "90a"), 2, "--arch goes with --compile")
+
+
+def test_threads_are_those_of_the_kernel_asked_for(cufuse):
+    """A file's kernels that are no templates lie in every cubin made of it."""
+    result = cufuse("kernels", "moe_scale", "--compile", "--arch", "90a", "-o", "json")
+    assert [row["threads"] for row in json.loads(result.stdout)] == [256]
+
+
+# ---- bench --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("linaer",), "Did you mean 'linear'"),
+        (("minilm",), "--model minilm"),
+        (("-e", "fuse"), "'--engine': 'fuse' is not one of"),
+        (("--dtype", "int8"), "'--dtype': dtype is 'int8', wanted one of"),
+        (("linear", "--model", "tiny"), "--model goes with decode, not with linear"),
+        (("linear", "--plot", "no-folder/x.png"), "there is no folder no-folder"),
+    ],
+)
+def test_bench_wrong_usage(cufuse, arguments, sentence):
+    assert_fails(cufuse("bench", "--device", "cpu", *arguments), 2, sentence)
 
 
 # ---- options ------------------------------------------------------------------------------------
