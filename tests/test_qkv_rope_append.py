@@ -199,7 +199,7 @@ def test_what_is_wrong_is_said(rng):
     arrays = make(rng, np.float32, **SIZES["decode"])
     keys, values = caches(3, 2, 16, np.float32)
     given = {**arrays, "k_cache": keys, "v_cache": values, "n_heads": 4}
-    with pytest.raises(ValueError, match=r"qkv_rope_append: w has 128 rows, wanted .* = 144"):
+    with pytest.raises(ValueError, match=r"qkv_rope_append: w has n = 128, wanted .* = 144"):
         ops.qkv_rope_append(**{**given, "n_heads": 5})
     with pytest.raises(ValueError, match="cos and sin come together"):
         ops.qkv_rope_append(**{**given, "sin": None})

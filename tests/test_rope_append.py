@@ -245,7 +245,7 @@ def test_rope_append_rejects_wrong_arrays():
     start = np.zeros(1, np.int32)
     given = {"start": start, "k_cache": k_cache, "v_cache": v_cache}
     qkv = np.zeros((1, 1, 8 * 32), np.float32)
-    with pytest.raises(ValueError, match=r"qkv has 256 columns, wanted .* = 288"):
+    with pytest.raises(ValueError, match=r"qkv has n = 256, wanted .* = 288"):
         ops.rope_append(qkv, **given, n_heads=5)
     with pytest.raises(ValueError, match=r"q_norm is \[33\], wanted \[head_dim\] = \[32\]"):
         ops.rope_append(qkv, **given, n_heads=4, q_norm=np.zeros(33, np.float32))

@@ -14,8 +14,8 @@ from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
 from cufuse.ops.linear import linear
 from cufuse.ops.rmsnorm import Norm
-from cufuse.ops.rope import check_pairs, pairing
-from cufuse.ops.rope_append import rope_append
+from cufuse.ops.rope import pairing
+from cufuse.ops.rope_append import check_projection, rope_append
 
 _OP = "qkv_rope_append"
 
@@ -79,27 +79,16 @@ def qkv_rope_append(
         k_norm=(k_norm, "k_norm"),
     )
     keys, values = _cache.writable(bound, k_cache, v_cache)
-    batch, n_kv_heads, _, head_dim = keys.shape
-    n, q_len = bound.sizes["n"], bound.sizes["q_len"]
-    if n != (n_heads + 2 * n_kv_heads) * head_dim:
-        raise ValueError(
-            f"{_OP}: w has {n} rows, wanted (n_heads + 2 n_kv_heads) head_dim = "
-            f"({n_heads} + 2 x {n_kv_heads}) x {head_dim} = "
-            f"{(n_heads + 2 * n_kv_heads) * head_dim}"
-        )
-    if (cos is None) != (sin is None):
-        raise ValueError(f"{_OP}: cos and sin come together; one of them is missing")
-    if cos is not None:
-        check_pairs(_OP, bound["cos"], head_dim)
+    batch, q_len, n, head_dim = (bound.sizes[name] for name in ("batch", "q_len", "n", "head_dim"))
+    _, qk_norm = check_projection(bound, "w", n_heads, qk_rounding)
     q = bound.output("out", out, (batch, q_len, n_heads, head_dim))
     if batch * q_len * n == 0:
         return q
     target = tiles.target_of(q)
     tile = tiles.choose(_OP, target, batch * q_len, n, bound.sizes["dim"], bound.dtype)
-    no_norms = q_norm is None and k_norm is None
     if (
         isinstance(tile, tiles.RowsTile)
-        and no_norms
+        and qk_norm == "none"
         and head_dim % 2 == 0
         and bound.kind != "numpy"
     ):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cufuse import checks, jit, reference
+from cufuse.checks import Bound
 from cufuse.device import Array
 from cufuse.ops import _cache
 from cufuse.ops._stream import on_stream
@@ -17,25 +18,50 @@ _THREADS = 256
 _HEADS_PER_CTA = _THREADS // 32
 
 
-def qk_norm(op: str, n_heads: int, n_kv_heads: int, head_dim: int, q_norm: Any, k_norm: Any) -> str:
-    """Return what the norms take their mean over: "none", "head" or "full"; checks their sizes."""
+def check_projection(
+    bound: Bound, projection: str, n_heads: int, qk_rounding: str
+) -> tuple[int, str]:
+    """Check how heads, tables and norms fit together; raises ValueError.
+
+    Returns how many pairs of a head are rotated and what the norms take their mean over: "none",
+    "head" or "full".
+    """
+    op, n = bound.op, bound.sizes["n"]
+    n_kv_heads, head_dim = bound.sizes["n_kv_heads"], bound.sizes["head_dim"]
+    checks.option(op, "qk_rounding", qk_rounding, ROUNDINGS)
+    wanted = (n_heads + 2 * n_kv_heads) * head_dim
+    if n != wanted:
+        raise ValueError(
+            f"{op}: {projection} has n = {n}, wanted (n_heads + 2 n_kv_heads) head_dim = "
+            f"({n_heads} + 2 x {n_kv_heads}) x {head_dim} = {wanted}"
+        )
+    if (bound["cos"] is None) != (bound["sin"] is None):
+        raise ValueError(f"{op}: cos and sin come together; one of them is missing")
+    n_pairs = 0 if bound["cos"] is None else check_pairs(op, bound["cos"], head_dim)
+    return n_pairs, _qk_norm(bound, n_heads)
+
+
+def _qk_norm(bound: Bound, n_heads: int) -> str:
+    n_kv_heads, head_dim = bound.sizes["n_kv_heads"], bound.sizes["head_dim"]
     spans = set()
-    for name, weight, heads in (("q_norm", q_norm, n_heads), ("k_norm", k_norm, n_kv_heads)):
-        if weight is None:
+    for name, heads in (("q_norm", n_heads), ("k_norm", n_kv_heads)):
+        if bound[name] is None:
             continue
-        size = weight.shape[0]
+        size = bound.sizes[name]
         if size not in (head_dim, heads * head_dim):
             raise ValueError(
-                f"{op}: {name} is [{size}], wanted [head_dim] = [{head_dim}] or the full "
+                f"{bound.op}: {name} is [{size}], wanted [head_dim] = [{head_dim}] or the full "
                 f"projection, [{heads * head_dim}]"
             )
         if heads > 1:
             spans.add("head" if size == head_dim else "full")
     if len(spans) > 1:
-        raise ValueError(f"{op}: one of q_norm, k_norm is over a head and one is not; use one kind")
+        raise ValueError(
+            f"{bound.op}: one of q_norm, k_norm is over a head and one is not; use one kind"
+        )
     if spans:
         return spans.pop()
-    return "none" if q_norm is None and k_norm is None else "head"
+    return "none" if bound["q_norm"] is None and bound["k_norm"] is None else "head"
 
 
 @on_stream
@@ -85,20 +111,10 @@ def rope_append(
         q_norm=(q_norm, "q_norm"),
         k_norm=(k_norm, "k_norm"),
     )
-    checks.option(op, "qk_rounding", qk_rounding, ROUNDINGS)
     keys, values = _cache.writable(bound, k_cache, v_cache)
     batch, n_kv_heads, capacity, head_dim = keys.shape
-    q_len, n = bound.sizes["q_len"], bound.sizes["n"]
-    if n != (n_heads + 2 * n_kv_heads) * head_dim:
-        raise ValueError(
-            f"{op}: qkv has {n} columns, wanted (n_heads + 2 n_kv_heads) head_dim = "
-            f"({n_heads} + 2 x {n_kv_heads}) x {head_dim} = "
-            f"{(n_heads + 2 * n_kv_heads) * head_dim}"
-        )
-    if (cos is None) != (sin is None):
-        raise ValueError(f"{op}: cos and sin come together; one of them is missing")
-    n_pairs = 0 if cos is None else check_pairs(op, bound["cos"], head_dim)
-    norm = qk_norm(op, n_heads, n_kv_heads, head_dim, bound["q_norm"], bound["k_norm"])
+    q_len = bound.sizes["q_len"]
+    n_pairs, norm = check_projection(bound, "qkv", n_heads, qk_rounding)
     q = bound.output("out", out, (batch, q_len, n_heads, head_dim))
     if bound["qkv"].size == 0:
         return q
