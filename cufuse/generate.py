@@ -179,8 +179,8 @@ def generate(
             f"generate: the prompt has {len(prompt)} tokens and the context of {c.name} is "
             f"{c.max_seq_len}; shorten it"
         )
-    if max_new_tokens < 0:
-        raise ValueError(f"generate: max_new_tokens is {max_new_tokens}, wanted 0 or more")
+    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 0:
+        raise ValueError(f"generate: max_new_tokens is {max_new_tokens!r}, wanted 0 or more")
     limit = min(max_new_tokens, c.max_seq_len - len(prompt))
     return _tokens(step, weights, prompt, limit, sampling, frozenset(stop_ids), graph)
 
@@ -191,6 +191,8 @@ class ContextError(ValueError):
 
 def check_ids(op: str, ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """Return ids as int32 [n]; raises ValueError when empty or outside the vocabulary."""
+    if isinstance(ids, str):
+        raise TypeError(f"{op}: ids is text; turn it into ids (model.tokenizer.encode, .chat)")
     array = np.asarray(ids)
     if array.ndim != 1 or array.size == 0:
         raise ValueError(f"{op}: ids is {list(array.shape)}, wanted [n] with at least one id")

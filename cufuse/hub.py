@@ -90,7 +90,7 @@ def models_folder() -> Path:
 def find(name_or_path: str | Path) -> Path | None:
     """Return an existing path, or where a pulled model lies, or None. Downloads nothing."""
     path = Path(name_or_path)
-    if path.exists():
+    if str(name_or_path) and path.exists():  # Path("") is the working folder
         return path
     package = PACKAGES.get(str(name_or_path))
     if package is None:

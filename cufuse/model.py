@@ -45,7 +45,7 @@ class Model:
 
     def __repr__(self) -> str:
         millions = self.config.n_parameters / 1e6
-        return f"<cufuse.Model {self.config.name}: {millions:.0f} M, {self.dtype}, {self.device}>"
+        return f"<cufuse.Model {self.config.name}: {millions:.1f} M, {self.dtype}, {self.device}>"
 
     def generate(
         self,
@@ -150,8 +150,8 @@ def load(
             return Model(loaded.weights, tokenizers.load(loaded.tokenizer_source), device)
         if name in hub.PACKAGES:
             raise NotPulled(
-                f"{name} is not on this machine: run `cufuse pull {name}`, or give a seed for "
-                "random weights of its shape"
+                f"{name} is not on this machine: run `cufuse pull {name}` (random weights of its "
+                "shape come from cufuse.load with a seed)"
             )
     config = configs.preset(name)
     weights = weights_module.random(config, seed=seed or 0, dtype=chosen, kind=kind, gpu=gpu)
@@ -164,7 +164,7 @@ class NotPulled(configs.UnknownModel):
 
 def _place(name: str) -> tuple[str, int]:
     """Turn "cuda:1" into an array kind and a GPU number; raises when there is no such GPU."""
-    base, _, number = name.partition(":")
+    base, _, number = str(name).partition(":")
     if base not in _KINDS or (number and not (base == "cuda" and number.isdigit())):
         raise ValueError(f"load: device is {name!r}, wanted cuda, cuda:1 or cpu")
     if base == "cuda":
@@ -180,7 +180,10 @@ def _place(name: str) -> tuple[str, int]:
 def _dtype(dtype: Any, kind: str) -> np.dtype:
     if dtype is None:
         return np.dtype(np.float32 if kind == "numpy" else ml_dtypes.bfloat16)
-    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found is None or np.dtype(found) not in devices.FLOAT_DTYPES:
+    try:
+        found = np.dtype(_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+    except TypeError:
+        found = None
+    if found not in devices.FLOAT_DTYPES:
         raise ValueError(f"load: dtype is {dtype!r}, wanted one of {', '.join(_DTYPES)}")
-    return np.dtype(found)
+    return found

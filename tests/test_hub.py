@@ -167,6 +167,7 @@ def test_find_never_downloads(pip, tmp_path):
     assert hub.find("small") is None and hub.find("nothing") is None
     assert not hub.models_folder().exists()
     assert hub.find(tmp_path) == tmp_path and hub.find(str(tmp_path)) == tmp_path
+    assert hub.find("") is None
     path = hub.pull("small")
     assert hub.find("small") == path
     assert len(pip.commands) == 1
