@@ -1,7 +1,17 @@
 """Ops on NumPy or CuPy arrays: `op(x, ..., *, out=None, stream=None)`.
 
 NumPy in gives NumPy out through the reference; CuPy in gives CuPy out through the kernels, on the
-arrays' device and the current stream, asynchronously.
+arrays' device and the current stream, asynchronously. What holds for every op:
+
+Inputs are arrays of one library on one device, or anything with DLPack or the CUDA array interface.
+Floating ones share one dtype: float32, float16 or bfloat16. Strides do not matter: what a kernel
+cannot read as it lies is copied first.
+`out` is written and returned; it is C-contiguous and shares no memory with an input unless the op
+says that it may be one. Left out, it is allocated.
+`stream` is a CuPy stream, an object with `__cuda_stream__` or a raw handle; everything the op does,
+copies and allocations too, happens on it.
+Nothing is launched for an empty output. ValueError, TypeError and Unsupported name the op, the
+argument, what came and what was wanted; they come before anything is launched.
 """
 
 from cufuse.ops.activation import activation
@@ -23,7 +33,7 @@ from cufuse.ops.moe import moe
 from cufuse.ops.moe_route import moe_route
 from cufuse.ops.mul import mul
 from cufuse.ops.qkv_rope_append import qkv_rope_append
-from cufuse.ops.rmsnorm import rmsnorm
+from cufuse.ops.rmsnorm import Norm, rmsnorm
 from cufuse.ops.rope import rope
 from cufuse.ops.rope_append import rope_append
 from cufuse.ops.router_logits import router_logits
@@ -34,6 +44,7 @@ from cufuse.ops.topk import topk
 from cufuse.ops.values import values
 
 __all__ = [
+    "Norm",
     "activation",
     "add",
     "add_layernorm",

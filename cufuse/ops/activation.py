@@ -20,7 +20,9 @@ def activation(x: Array, kind: str, *, out: Array | None = None, stream: Any = N
     kind: none, relu, relu2, gelu (erf), gelu_tanh, silu or quick_gelu
     out: [..., n], may be x
 
-    Returns [..., n] in x's dtype; computed in float32. Raises ValueError for an unknown kind and
+    Returns [..., n] in x's dtype; computed in float32. gelu is x Phi(x), gelu_tanh and quick_gelu
+    (x sigmoid(1.702 x)) are its approximations (Hendrycks and Gimpel 2016); relu2 is relu(x)^2 (So
+    et al. 2021), silu is x sigmoid(x). Raises ValueError for an unknown kind and
     TypeError for dtypes.
     """
     bound = checks.bind("activation", x=(x, "... n"))

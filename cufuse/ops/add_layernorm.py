@@ -28,6 +28,7 @@ def add_layernorm(
     x, residual: [..., n]
     weight: [n], ones when left out
     bias: [n], none when left out
+    eps: added to the variance
     out, residual_out: [..., n], each may be x or residual
 
     Returns (y, x + residual), both [..., n] in x's dtype; the sum is rounded before it is

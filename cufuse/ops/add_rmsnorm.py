@@ -28,6 +28,7 @@ def add_rmsnorm(
 
     x, residual: [..., n]
     weight: [n], ones when left out
+    eps: added to the mean of squares
     rounding: as in `rmsnorm`
     out, residual_out: [..., n], each may be x or residual
 

@@ -30,7 +30,8 @@ def combine(
     residual: [m, n], added at the end
     out: [m, n], may be residual
 
-    Returns [m, n] in y's dtype; summed in float32 and rounded once.
+    Returns [m, n] in y's dtype; summed in float32 and rounded once. Raises ValueError for sizes and
+    TypeError for dtypes or mixed libraries.
     """
     bound = checks.bind(
         "combine",

@@ -28,9 +28,11 @@ def expert_matmul(
     ids: int32 [m, k]
     w: [n_experts, n, dim]
     b: [n_experts, n]
+    out: [m, k, n]
 
     Returns [m, k, n] in x's dtype; sums in float32. An id that is no expert raises ValueError on
-    NumPy arrays and makes its slot NaN on others.
+    NumPy arrays and makes its slot NaN on others. Raises ValueError for sizes and TypeError for
+    dtypes or mixed libraries.
     """
     per_slot = getattr(x, "ndim", 2) == 3
     bound = checks.bind(

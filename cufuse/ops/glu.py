@@ -30,8 +30,8 @@ def glu(
         (up + 1) * gate * sigmoid(alpha * gate) (gpt-oss); activation is not used
     out: [..., n], may be gate or up
 
-    Returns [..., n] in the inputs' dtype; computed in float32. Raises ValueError for sizes and
-    TypeError for dtypes or mixed libraries.
+    Returns [..., n] in the inputs' dtype; computed in float32 (Shazeer 2020). Raises ValueError for
+    sizes and TypeError for dtypes or mixed libraries.
     """
     bound = checks.bind("glu", gate=(gate, "... n"), up=(up, "... n"))
     checks.option("glu", "activation", activation, _matmul.ACTIVATIONS)

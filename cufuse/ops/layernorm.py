@@ -25,6 +25,7 @@ def layernorm(
     x: [..., n]
     weight: [n], ones when left out
     bias: [n], none when left out
+    eps: added to the variance
     out: [..., n], may be x
 
     Returns [..., n] in x's dtype; mean and variance are taken in float32, one after the other (Ba,

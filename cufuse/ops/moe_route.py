@@ -40,7 +40,8 @@ def moe_route(
     w: [n_experts, dim]
     b: [n_experts]
     router: "softmax_topk" takes the softmax over all experts and keeps its k largest (Mixtral,
-        OLMoE, Qwen3), "topk_softmax" the softmax over the k largest logits (gpt-oss)
+        OLMoE, Qwen3), "topk_softmax" the softmax over the k largest logits (Shazeer et al. 2017;
+        gpt-oss)
     renormalize: divide the weights by their sum; "topk_softmax" has a sum of one anyway
     norm: an RMSNorm of x on the way in
     out: (ids, weights)

@@ -35,6 +35,7 @@ def rmsnorm(
 
     x: [..., n]
     weight: [n], ones when left out
+    eps: added to the mean of squares
     rounding: "cast_first" rounds before the weight (Llama, Qwen, Mistral), "scale_first" after it
         (OLMo 2, gpt-oss), "one_plus" multiplies by 1 + weight in float32 (Gemma)
     out: [..., n], may be x

@@ -52,8 +52,8 @@ def rope(
     interleaved: pair t is values 2t and 2t + 1 (Cohere, DeepSeek), else t and t + n_pairs (Llama)
     out: [rows, heads, head_dim], may be x
 
-    Returns [rows, heads, head_dim] in x's dtype, rotated in float32; values from 2 * n_pairs on
-    pass through. Raises ValueError for sizes and TypeError for dtypes or mixed libraries.
+    Returns [rows, heads, head_dim] in x's dtype, rotated in float32 (Su et al. 2021); values from
+    2 * n_pairs on pass through. Raises ValueError for sizes and TypeError for dtypes or mixed libraries.
     """
     bound = checks.bind(
         "rope",

@@ -91,7 +91,8 @@ def rope_append(
         contiguous last dimension are fine; a token beyond the capacity is dropped
     cos, sin: [max_pos, n_pairs] float32; without them nothing is rotated, beyond them lies NaN
     q_norm, k_norm: RMSNorm weights, [head_dim] or over the full projection
-        ([n_heads head_dim], [n_kv_heads head_dim]); qk_rounding as in `rmsnorm`
+        ([n_heads head_dim], [n_kv_heads head_dim]); qk_eps and qk_rounding as in `rmsnorm`
+    interleaved: pair t is values 2t and 2t + 1 (Cohere, DeepSeek), else t and t + n_pairs (Llama)
     out: [batch, q_len, n_heads, head_dim]
 
     Returns the queries, [batch, q_len, n_heads, head_dim] in qkv's dtype. Raises ValueError for

@@ -27,6 +27,7 @@ def router_logits(
     x: [m, dim]
     w: [n_experts, dim]
     b: [n_experts]
+    out: float32 [m, n_experts]
 
     Returns float32 [m, n_experts], whatever the inputs' dtype: rounded logits tie too often. Raises
     ValueError for sizes and TypeError for dtypes or mixed libraries.

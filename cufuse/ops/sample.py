@@ -42,7 +42,9 @@ def sample(
 
     Returns [rows] int32; -1 for a row that holds a NaN or, at a temperature above 0, nothing above
     -inf. The noise is added to logit / temperature in float32, and all libraries draw the same
-    ids. Raises ValueError for sizes and options, TypeError for dtypes or mixed libraries.
+    ids. top_p is of Holtzman et al. 2019, min_p of Nguyen et al. 2024; the draw is the largest of
+    the logits with Gumbel noise on them (Maddison et al. 2014). Raises ValueError for sizes and
+    options, TypeError for dtypes or mixed libraries.
     """
     steps = None if isinstance(step, int | np.integer) else step
     bound = checks.bind(

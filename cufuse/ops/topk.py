@@ -22,14 +22,16 @@ def topk(
     out: tuple[Array | None, Array | None] | None = None,
     stream: Any = None,
 ) -> tuple[Array, Array]:
-    """Return the k largest values of each row and their ids, in descending order.
+    """Return the k largest values of each row and their ids, in descending order, in one launch.
 
     x: [rows, n]
+    k: 1 to n
     normalize: "sum" divides the values by their sum, "softmax" takes the softmax over the k
     out: (values, ids)
 
     Returns values [rows, k] in x's dtype and ids, int32 [rows, k]. Ties go to the lower id; a NaN
-    counts as smaller than everything. Made for short rows (experts): a row is read k times.
+    counts as smaller than everything. Made for short rows (experts): a row is read k times. Raises
+    ValueError for sizes and options and TypeError for dtypes or mixed libraries.
     """
     bound = checks.bind("topk", x=(x, "rows n"))
     checks.option("topk", "normalize", normalize, NORMALIZE)
