@@ -7,7 +7,7 @@ import pytest
 from conftest import DTYPES, relative_error, to_numpy
 from models import CONFIGS, oracle, small
 
-from cufuse import engines, jit
+from cufuse import device, engines, jit
 from cufuse.generate import Decoder, Sampling
 from cufuse.state import State
 
@@ -165,9 +165,7 @@ def test_unknown_engine_names_the_others():
         engines.get("mega")
 
 
-def test_fused_launches_a_few_a_layer(rng):
-    from cufuse import device
-
+def test_fused_launches_a_few_a_layer():
     weights = moved(small("llama"), device.twin)
     tokens = device.twin(np.zeros((1, 1), np.int32))
     counts = {}
@@ -177,3 +175,49 @@ def test_fused_launches_a_few_a_layer(rng):
         counts[engine] = len(record.launches)
     assert counts["fused"] == 5 * 2 + 3  # five a layer; embedding, head, advance
     assert counts["unfused"] > 2 * counts["fused"]
+
+
+PRODUCTS = "matmul_rows matmul_rows matmul_rows"
+BIASED = "matmul_rows add matmul_rows add matmul_rows add"
+CORE = "append scores_rows softmax values_rows matmul_rows"
+UNFUSED_LAYERS = {
+    "llama": f"rmsnorm {PRODUCTS} rope rope {CORE} add "
+    "rmsnorm matmul_rows matmul_rows activation mul matmul_rows add",
+    "olmoe": f"rmsnorm {PRODUCTS} rmsnorm rmsnorm rope rope {CORE} add "
+    "rmsnorm router_logits softmax topk "
+    "expert_matmul expert_matmul activation mul expert_matmul combine add",
+    "gpt-oss": f"rmsnorm {BIASED} rope rope {CORE} add add "
+    "rmsnorm router_logits topk expert_matmul expert_matmul glu expert_matmul combine add",
+    "bert": f"{BIASED} {CORE} add add layernorm "
+    "matmul_rows add activation matmul_rows add add layernorm",
+}
+
+
+@pytest.mark.parametrize("name", UNFUSED_LAYERS)
+def test_unfused_launches_every_operation_by_itself(name):
+    weights = moved(small(name), device.twin)
+    tokens = device.twin(np.zeros((1, 1), np.int32))
+    with jit.record(dry=True) as record:
+        engines.get("unfused").step(weights, State(weights, capacity=4), tokens)
+    launched = [launch.kernel for launch in record.launches]
+    layers = f"{UNFUSED_LAYERS[name]} {UNFUSED_LAYERS[name]}"
+    encoder = name == "bert"
+    wanted = f"embed layernorm {layers}" if encoder else f"embed {layers} rmsnorm matmul_rows"
+    assert launched == [*wanted.split(), "advance"]
+
+
+@pytest.mark.parametrize("engine", engines.ENGINES)
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_unused_cache_slots_may_hold_anything(to, rng, engine, name):
+    made = small(name)
+    tokens = rng.integers(0, made.config.vocab_size, (1, 9)).astype(np.int32)
+    wanted = oracle(made, tokens)
+    weights = moved(made, to if engine != "reference" else np.asarray)
+    state = State(weights, capacity=20)
+    for cache in (*state.k_cache, *state.v_cache):
+        cache.fill(np.nan)
+    step, upload = engines.get(engine).step, state.upload
+    got = step(weights, state, upload(tokens[:, :8].copy()))
+    assert relative_error(got[0], wanted[0, 7]) < LOGITS["float32"]
+    got = step(weights, state, upload(tokens[:, 8:].copy()))
+    assert relative_error(got[0], wanted[0, 8]) < LOGITS["float32"]

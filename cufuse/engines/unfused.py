@@ -1,4 +1,11 @@
-"""One launch for each elementary operation, intermediates through global memory."""
+"""One launch for each elementary operation, intermediates through global memory.
+
+Elementary is what a model's description writes as one step: a product, a bias, a norm, a rotation,
+an activation, a sum. Steps that come with their own scale, mask or bias are taken whole: scores
+(scaled, masked), the append of keys and values, top-k with the weights it gives, an expert's or the
+router's product with its bias, the clamped gate, and an encoder's embedding of token, position and
+type.
+"""
 
 from __future__ import annotations
 

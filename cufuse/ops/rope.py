@@ -53,7 +53,8 @@ def rope(
     out: [rows, heads, head_dim], may be x
 
     Returns [rows, heads, head_dim] in x's dtype, rotated in float32 (Su et al. 2021); values from
-    2 * n_pairs on pass through. Raises ValueError for sizes and TypeError for dtypes or mixed libraries.
+    2 * n_pairs on pass through. Raises ValueError for sizes and TypeError for dtypes or mixed
+    libraries.
     """
     bound = checks.bind(
         "rope",
