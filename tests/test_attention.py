@@ -88,7 +88,7 @@ def test_defaults_place_the_queries(rng):
     np.testing.assert_allclose(every, naive(q, k, v, lambda b, i, j: True, 0.5, None, None))
 
 
-@pytest.mark.parametrize("ratio", [1, 3, 5, 7, 9, 16])
+@pytest.mark.parametrize("ratio", [1, 3, 5, 6, 7, 9, 16])
 @pytest.mark.parametrize("q_len", [1, 17], ids=["decode", "prefill"])
 def test_any_group_size(to, rng, ratio, q_len):
     check(to, *make(rng, BF16, 1, q_len, 20, 2 * ratio, 2, 32))
@@ -96,14 +96,14 @@ def test_any_group_size(to, rng, ratio, q_len):
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
-    [*((BF16, n) for n in (32, 33, 56, 80, 96, 128, 256)), (FP16, 80), (FP32, 33), (FP32, 256)],
+    [*((BF16, n) for n in (32, 33, 56, 64, 80, 96, 128, 256)), (FP16, 80), (FP32, 33), (FP32, 256)],
 )
 def test_any_head_dim_decode(to, rng, dtype, head_dim):
     check(to, *make(rng, dtype, 2, 1, 37, 2, 1, head_dim))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"), [(FP16, 33), (FP16, 56), (BF16, 56), (BF16, 128), (BF16, 256)]
+    ("dtype", "head_dim"), [(FP16, 33), (FP16, 56), *((BF16, n) for n in (56, 80, 96, 128, 256))]
 )
 def test_any_head_dim_prefill(to, rng, dtype, head_dim):
     check(to, *make(rng, dtype, 1, 19, 70, 1, 1, head_dim))
@@ -229,6 +229,28 @@ def test_strided_caches(to, rng, q_len):
     views = [cache.transpose(0, 2, 1, 3)[:, :66] for cache in caches]
     got = ops.attention(to(q), *views)
     assert_close(got, exact(q, k[:, :66], v[:, :66]), BF16)
+
+
+@pytest.mark.cpu_kernels
+@pytest.mark.parametrize("q_len", [1, 20], ids=["decode", "prefill"])
+def test_offsets_in_a_cache_go_beyond_32_bits(rng, q_len):
+    # 4 GiB between two sequences and nothing there, so no memory is taken.
+    step = 2**31 + 64
+    q, k, v = make(rng, BF16, 2, q_len, q_len, 2, 1, 32)
+    memory = np.zeros(step + 2 * 64 * 32, np.uint16).view(BF16)
+    strides = [2 * n for n in (step, 64 * 32, 32, 1)]
+    caches = [
+        device.twin(np.lib.stride_tricks.as_strided(part, (2, 1, 64, 32), strides))
+        for part in (memory, memory[64 * 32 :])
+    ]
+    start = device.twin(np.zeros(2, np.int32))
+    ops.append(device.twin(k), device.twin(v), start, *caches)
+    views = [cache.transpose(0, 2, 1, 3) for cache in caches]
+    got = ops.attention(device.twin(q), *views, start=start)
+    assert_close(got, exact(q, k, v), BF16)
+    scored = ops.scores(device.twin(q), views[0], start)
+    values = ops.values(ops.softmax(scored, start=start), views[1], start=start)
+    assert_close(values, exact(q, k, v), BF16, 3)
 
 
 def test_other_layouts_and_unaligned_arrays(to, rng):

@@ -143,6 +143,17 @@ def test_any_strides(to, rng, how):
     assert_close(ops.glu(view, view), reference.glu(*double(same, same)), np.float32)
 
 
+@pytest.mark.parametrize("d", [1, 7, 1234, 3420])
+def test_gate_and_up_may_be_halves_of_one_array(to, rng, d):
+    both = rng.standard_normal((3, 2 * d)).astype(bfloat16)
+    moved = to(both)
+    got = ops.glu(moved[:, :d], moved[:, d:])
+    assert_close(got, reference.glu(*double(both[:, :d], both[:, d:])), bfloat16)
+    halves = both.reshape(2, -1)  # contiguous; the second starts where the first's bytes end
+    got = ops.glu(*moved.reshape(2, -1))
+    assert_close(got, reference.glu(*double(*halves)), bfloat16)
+
+
 def test_nothing_launches_nothing(to):
     x = to(np.ones((0, 4), np.float32))
     with jit.record(dry=True) as record:

@@ -135,6 +135,15 @@ def test_gated_linear_of_nothing_launches_nothing(to):
     assert record.launches == []
 
 
+@pytest.mark.parametrize("d", [1, 7, 1234, 3420])
+def test_gate_and_up_may_be_halves_of_one_weight(to, rng, d):
+    # The second half starts 16-byte aligned or not.
+    x, gate, up = inputs(rng, 1, d, 9, bfloat16)
+    both = to(np.concatenate([gate, up]))
+    got = ops.gated_linear(to(x), both[:d], both[d:])
+    assert_close(got, reference.gated_linear(*double(x, gate, up)), bfloat16)
+
+
 def test_gated_linear_takes_any_strides(to, rng):
     both = rng.standard_normal((14, 40)).astype(np.float32)
     moved = to(both)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import ml_dtypes
@@ -322,6 +323,17 @@ def test_linear_refuses_out_over_x(to):
     x = to(np.ones((2, 3), np.float32))
     with pytest.raises(ValueError, match="linear: out shares memory with x"):
         ops.linear(x, to(np.ones((3, 3), np.float32)), out=x)
+
+
+@pytest.mark.cpu_kernels
+@pytest.mark.parametrize("m", [1, 3, 20])
+def test_bits_do_not_depend_on_the_number_of_sms(rng, m, monkeypatch):
+    arrays = [device.twin(array) for array in inputs(rng, m, 37, 72, bfloat16)]
+    results = set()
+    for sm_count in (1, 2, 3, 78):
+        monkeypatch.setattr(tiles, "TWIN", dataclasses.replace(tiles.TWIN, sm_count=sm_count))
+        results.add(ops.linear(*arrays).tobytes())
+    assert len(results) == 1
 
 
 # ---- large shapes

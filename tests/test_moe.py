@@ -291,6 +291,26 @@ REAL = {  # m, dim, hidden_dim, n_experts, k
 }
 
 
+@pytest.mark.cpu_kernels
+def test_offsets_of_experts_go_beyond_32_bits(rng):
+    # Zeros that are never written take no memory.
+    n_experts, n = (1 << 21) + 2, 32
+    w = np.zeros((n_experts, n, n), np.float16)
+    w[-1] = rng.standard_normal((n, n)) / 4
+    x = rng.standard_normal((2, n)).astype(np.float16)
+    ids = np.array([[n_experts - 1], [1]], np.int32)
+    weights = np.ones((2, 1), np.float32)
+    moved = device.twin(w)
+    got = ops.moe(*map(device.twin, (x, ids, weights)), moved, moved, moved)
+    last, exact = w[-1].astype(np.float64), x.astype(np.float64)
+    wanted = reference.gated_linear(exact[:1], last, last) @ last.T
+    assert_close(got[:1], wanted, np.float16, FACTOR["float16"])
+    assert (got[1] == 0).all()
+    got = ops.expert_matmul(device.twin(x), device.twin(ids), moved)
+    assert_close(got[0], exact[:1] @ last.T, np.float16)
+    assert (got[1] == 0).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("shape", REAL.values(), ids=REAL)

@@ -131,12 +131,24 @@ def table(rng, n_positions, n_pairs):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
     ("rows", "heads", "head_dim", "n_pairs"),
-    [(1, 1, 32, 16), (3, 5, 80, 40), (2, 3, 96, 48), (2, 3, 96, 32), (3, 2, 33, 13), (2, 1, 7, 0)],
+    [
+        (1, 1, 32, 16),
+        (2, 2, 56, 28),
+        (1, 3, 64, 32),
+        (3, 5, 80, 40),
+        (2, 3, 96, 48),
+        (1, 2, 128, 64),
+        (1, 1, 256, 128),
+        (2, 3, 96, 32),
+        (3, 2, 33, 13),
+        (2, 1, 7, 0),
+    ],
 )
 def test_rope_matches_float64(to, rng, dtype, interleaved, rows, heads, head_dim, n_pairs):
     x = rng.standard_normal((rows, heads, head_dim)).astype(dtype)
     cos, sin = table(rng, 9, n_pairs)
     positions = rng.integers(0, 9, rows).astype(np.int32)
+    positions[-1] = 8  # the table ends there
     wanted = reference.rope(x.astype(np.float64), cos, sin, positions, interleaved=interleaved)
     out = poisoned(x.shape, dtype, to)
     got = ops.rope(to(x), to(cos), to(sin), to(positions), interleaved=interleaved, out=out)

@@ -59,6 +59,13 @@ def test_format_packs_what_the_dtype_reads(source):
     assert read["flag"] and read["eps"] == 0.5 and read["y"] == 7 and read["long_name"] == 2**31
 
 
+@pytest.mark.parametrize("value", [0.1, 2, np.float64(0.1), np.float32(0.1)], ids=repr)
+def test_any_number_fits_a_float_field(source, value):
+    layout = structs.kernel_argument(source, "mixed")
+    packed = struct.pack(layout.format, 0, 0, 0, False, value, 0, 0)
+    assert np.frombuffer(packed, layout.dtype)[0]["eps"] == np.float32(value)
+
+
 def test_every_kernel_has_a_readable_argument():
     for kernel in jit.samples():
         assert struct.calcsize(kernel.argument.format) == kernel.argument.dtype.itemsize

@@ -13,14 +13,18 @@ from cufuse.tiles import MatmulTile, RowsTile, Target
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 TARGETS = [
+    Target("80", 1, 163 * 1024),
     Target("80", 108, 163 * 1024),
     Target("86", 84, 99 * 1024),
     Target("89", 58, 99 * 1024),
     Target("90a", 78, 227 * 1024),
+    Target("90a", 131, 227 * 1024),
+    Target("90a", 132, 227 * 1024),
     Target("120a", 170, 99 * 1024),
     tiles.TWIN,
 ]
 SHAPES = [(1, 1), (1, 4096), (576, 576), (1024, 4096), (4096, 14336), (14336, 4096), (50304, 2048)]
+SHAPES += [(17408, 5120), (5120, 25600), (153600, 5120)]
 
 
 @pytest.mark.parametrize("op", tiles.WEIGHT_ROWS)
