@@ -268,7 +268,7 @@ def _announce(where: str) -> None:
         problem = device.gpu_problem()
         why = problem[0].upper() + problem[1:] if problem else "On the CPU"
         click.echo(
-            f"{why}: launches and bytes are counted, and only the NumPy reference is timed.",
+            f"{why}; launches and bytes are counted, and only the NumPy reference is timed.",
             err=True,
         )
         return

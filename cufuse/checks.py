@@ -13,6 +13,9 @@ import numpy as np
 from cufuse import device
 from cufuse.device import Array
 
+_INTEGERS = (int, np.integer)
+_NUMBERS = (int, float, np.number)
+
 
 @dataclass
 class Bound:
@@ -159,6 +162,24 @@ def option(op: str, name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raise ValueError unless value is one of the allowed ones."""
     if value not in allowed:
         raise ValueError(f"{op}: {name} is {value!r}, wanted one of {', '.join(map(str, allowed))}")
+
+
+def number(op: str, name: str, value: Any, low: float, *, whole: bool = False) -> None:
+    """Raise TypeError unless value is a number (an integer if `whole`), ValueError below `low`."""
+    if not isinstance(value, _INTEGERS if whole else _NUMBERS):
+        wanted = "an integer" if whole else "a number"
+        raise TypeError(f"{op}: {name} is {value!r}, wanted {wanted} of at least {low}")
+    if not value >= low:
+        raise ValueError(f"{op}: {name} is {value!r}, wanted at least {low}")
+
+
+def pair(op: str, out: Any) -> tuple[Any, Any]:
+    """Return the two arrays of `out`, or two Nones; raises TypeError when it is no pair."""
+    if out is None:
+        return None, None
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise TypeError(f"{op}: out is a {type(out).__name__}, wanted a pair of arrays or None")
+    return out[0], out[1]
 
 
 def _packed(array: Array, strided: bool) -> Array:

@@ -22,6 +22,7 @@ def norm_weight(op: str, norm: Norm | None) -> Array | None:
             f"{op}: norm is a {type(norm).__name__}, wanted ops.Norm(weight, eps, rounding)"
         )
     checks.option(op, "norm.rounding", norm.rounding, ROUNDINGS)
+    checks.number(op, "norm.eps", norm.eps, 0)
     return norm.weight
 
 

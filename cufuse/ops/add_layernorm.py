@@ -42,6 +42,7 @@ def add_layernorm(
         weight=(weight, "n"),
         bias=(bias, "n"),
     )
+    checks.number("add_layernorm", "eps", eps, 0)
     n = bound.sizes["n"]
     y, total = pair(bound, out, residual_out)
     if y.size == 0:

@@ -43,6 +43,7 @@ def add_rmsnorm(
         weight=(weight, "n"),
     )
     checks.option("add_rmsnorm", "rounding", rounding, ROUNDINGS)
+    checks.number("add_rmsnorm", "eps", eps, 0)
     n = bound.sizes["n"]
     y, total = pair(bound, out, residual_out)
     if y.size == 0:

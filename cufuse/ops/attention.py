@@ -52,6 +52,8 @@ def check_mask(op: str, causal: bool, window: int | None) -> None:
         return
     if not causal:
         raise Unsupported(f"{op}: a window of a bidirectional attention is not supported")
+    if not isinstance(window, int | np.integer):
+        raise TypeError(f"{op}: window is {window!r}, wanted an integer or None")
     if window < 1:
         raise ValueError(f"{op}: window is {window}, wanted at least 1: the query's own position")
 

@@ -38,6 +38,7 @@ def layernorm(
         weight=(weight, "n"),
         bias=(bias, "n"),
     )
+    checks.number("layernorm", "eps", eps, 0)
     n = bound.sizes["n"]
     y = bound.output("out", out, (*bound.lead, n), may_alias=("x",))
     if y.size == 0:

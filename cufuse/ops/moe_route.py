@@ -60,9 +60,10 @@ def moe_route(
     )
     checks.option("moe_route", "router", router, ROUTERS)
     m, dim, n_experts = (bound.sizes[name] for name in ("m", "dim", "n_experts"))
-    if not 1 <= k <= n_experts:
+    checks.number("moe_route", "k", k, 1, whole=True)
+    if k > n_experts:
         raise ValueError(f"moe_route: k = {k} and there are n_experts = {n_experts} to choose from")
-    ids_out, weights_out = out or (None, None)
+    ids_out, weights_out = checks.pair("moe_route", out)
     ids = bound.output("out[0]", ids_out, (m, k), np.int32)
     weights = bound.output("out[1]", weights_out, (m, k), np.float32)
     if m == 0:

@@ -45,6 +45,7 @@ def rmsnorm(
     """
     bound = checks.bind("rmsnorm", optional=("weight",), x=(x, "... n"), weight=(weight, "n"))
     checks.option("rmsnorm", "rounding", rounding, ROUNDINGS)
+    checks.number("rmsnorm", "eps", eps, 0)
     n = bound.sizes["n"]
     y = bound.output("out", out, (*bound.lead, n), may_alias=("x",))
     if y.size == 0:

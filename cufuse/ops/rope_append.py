@@ -29,6 +29,7 @@ def check_projection(
     op, n = bound.op, bound.sizes["n"]
     n_kv_heads, head_dim = bound.sizes["n_kv_heads"], bound.sizes["head_dim"]
     checks.option(op, "qk_rounding", qk_rounding, ROUNDINGS)
+    checks.number(op, "n_heads", n_heads, 1, whole=True)
     wanted = (n_heads + 2 * n_kv_heads) * head_dim
     if n != wanted:
         raise ValueError(

@@ -102,7 +102,13 @@ def sample(
 def check_options(
     temperature: float, top_k: int, top_p: float, min_p: float, seed: int, step: int = 0
 ) -> None:
-    """Raise ValueError for an option out of range."""
+    """Raise ValueError for an option out of range, TypeError for one that is no number."""
+    for name, value in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
+        if not isinstance(value, int | float | np.number):
+            raise TypeError(f"sample: {name} is {value!r}, wanted a number")
+    for name, value in (("top_k", top_k), ("seed", seed), ("step", step)):
+        if not isinstance(value, int | np.integer):
+            raise TypeError(f"sample: {name} is {value!r}, wanted an integer")
     if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise ValueError(
             f"sample: temperature is {temperature}, wanted 0 or {MIN_TEMPERATURE} to "

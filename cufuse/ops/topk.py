@@ -36,9 +36,10 @@ def topk(
     bound = checks.bind("topk", x=(x, "rows n"))
     checks.option("topk", "normalize", normalize, NORMALIZE)
     rows, n = bound.sizes["rows"], bound.sizes["n"]
-    if not 1 <= k <= n:
+    checks.number("topk", "k", k, 1, whole=True)
+    if k > n:
         raise ValueError(f"topk: k = {k} and there are n = {n} to choose from")
-    values_out, ids_out = out or (None, None)
+    values_out, ids_out = checks.pair("topk", out)
     values = bound.output("out[0]", values_out, (rows, k))
     ids = bound.output("out[1]", ids_out, (rows, k), np.int32)
     if rows == 0:

@@ -1,4 +1,4 @@
-"""Every op: what is no array is answered with a sentence that names the op and the argument."""
+"""Every op: what is no array, and a number out of range, is answered with a sentence."""
 
 from __future__ import annotations
 
@@ -94,6 +94,35 @@ def test_wrong_stream_names_the_op(name):
     arrays, options = CALLS[name]
     with pytest.raises(TypeError, match=f"^{name}: stream is a str"):
         getattr(ops, name)(**arrays, **options, stream="x")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kind", "sentence"),
+    [
+        ("rmsnorm", {"eps": -1}, ValueError, "eps is -1, wanted at least 0"),
+        ("rmsnorm", {"eps": float("nan")}, ValueError, "eps is nan, wanted at least 0"),
+        ("layernorm", {"eps": None}, TypeError, "eps is None, wanted a number of at least 0"),
+        ("add_rmsnorm", {"eps": "a"}, TypeError, "eps is 'a', wanted a number"),
+        ("add_layernorm", {"eps": -1e-5}, ValueError, "eps is -1e-05, wanted"),
+        ("linear", {"norm": ops.Norm(ROW, eps=-1)}, ValueError, "norm.eps is -1, wanted"),
+        ("topk", {"k": 1.5}, TypeError, "k is 1.5, wanted an integer of at least 1"),
+        ("topk", {"k": 0}, ValueError, "k is 0, wanted at least 1"),
+        ("topk", {"out": X}, TypeError, "out is a ndarray, wanted a pair"),
+        ("topk", {"out": (None, None, None)}, TypeError, "out is a tuple, wanted a pair"),
+        ("moe_route", {"k": 1.5}, TypeError, "k is 1.5, wanted an integer"),
+        ("moe_route", {"out": X}, TypeError, "out is a ndarray, wanted a pair"),
+        ("rope_append", {"n_heads": 4.0}, TypeError, "n_heads is 4.0, wanted an integer"),
+        ("qkv_rope_append", {"n_heads": 0}, ValueError, "n_heads is 0, wanted at least 1"),
+        ("attention", {"window": 1.5}, TypeError, "window is 1.5, wanted an integer or None"),
+        ("sample", {"top_k": 1.5}, TypeError, "top_k is 1.5, wanted an integer"),
+        ("sample", {"top_p": None}, TypeError, "top_p is None, wanted a number"),
+        ("sample", {"seed": 1.5}, TypeError, "seed is 1.5, wanted an integer"),
+    ],
+)
+def test_options(name, options, kind, sentence):
+    arrays, given = CALLS[name]
+    with pytest.raises(kind, match=re.escape(f"{name}: {sentence}")):
+        getattr(ops, name)(**{**arrays, **given, **options})
 
 
 def test_norm_has_to_be_a_norm():
