@@ -533,7 +533,7 @@ def _host_header() -> Path:
 def _host_runtime() -> Any:
     """Build and load what runs a grid on the CPU; kernels find its functions by name."""
     text = _host_runtime_source().read_text()
-    library = _host_build(_host_folder() / "runtime.so", text, "-shared", "-pthread")
+    library = _host_build(_host_folder() / "runtime.so", text, "-O2", "-shared", "-pthread")
     return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
