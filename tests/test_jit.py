@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -100,3 +104,58 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path):
     with pytest.raises(jit.CompileError, match="nonsense"):
         jit._host_build(tmp_path / "broken.so", "int x = nonsense;", "-shared")
     assert not list(tmp_path.iterdir())
+
+
+def test_static_shared_memory_counts_towards_the_limit(monkeypatch):
+    # 227 KiB less what the kernel has statically is what a launch can ask for.
+    limit, static, allowed = 227 * 1024, 1040, []
+    driver = SimpleNamespace(
+        funcGetAttribute=lambda attribute, pointer: static,
+        funcSetAttribute=lambda pointer, attribute, value: allowed.append(value),
+    )
+    cupy = SimpleNamespace(cuda=SimpleNamespace(driver=driver))
+    monkeypatch.setattr(device, "require_cupy", lambda: cupy)
+    monkeypatch.setattr(
+        device, "gpu_info", lambda gpu: SimpleNamespace(shared_bytes_per_block=limit)
+    )
+    monkeypatch.setattr(jit, "_gpu_function", lambda *args: SimpleNamespace(ptr=0))
+    allow = jit._allow_shared.__wrapped__
+    kernel = jit.kernel("unfused/advance.cu", "advance")
+    allow(kernel, 0, False, limit - static)
+    assert allowed == [limit - static]
+    with pytest.raises(device.Unsupported, match=f"advance needs {limit + 1} bytes .* {limit}"):
+        allow(kernel, 0, False, limit - static + 1)
+    allow(kernel, 0, False, 48 * 1024 - static)
+    assert len(allowed) == 1
+
+
+@pytest.mark.gpu
+def test_a_second_process_compiles_nothing(tmp_path):
+    code = (
+        "import cupy, cufuse; x = cupy.ones(64, cupy.float32); "
+        "print(cufuse.ops.activation(x, 'gelu').get()[0])"
+    )
+    kept = []
+    for _ in range(2):
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "CUPY_CACHE_DIR": str(tmp_path)},
+            check=True,
+            capture_output=True,
+        )
+        kept.append({(path.name, path.stat().st_mtime_ns) for path in tmp_path.rglob("*.cubin")})
+    assert kept[0] and kept[1] == kept[0]
+
+
+def test_a_fault_leaves_no_counters_behind(monkeypatch):
+    from cufuse import ops
+
+    x = device.twin(np.arange(2000, dtype=np.float32)[None])
+    wanted = int(np.asarray(ops.argmax(x))[0])
+    best = device.SCRATCH.get("best of rows", 8, x)
+    best[...] = 0xFF  # as if a launch had ended between its counting and its clearing
+    monkeypatch.setenv("CUFUSE_TWIN_SECONDS", "0")
+    with pytest.raises(jit.KernelFault, match="hangs"):
+        ops.softmax(device.twin(np.ones((64, 4096), np.float32)))
+    monkeypatch.delenv("CUFUSE_TWIN_SECONDS")
+    assert int(np.asarray(ops.argmax(x))[0]) == wanted
