@@ -281,5 +281,9 @@ class Scratch:
             blocks.append(zeros((rounded,), np.uint8, like))
         return blocks[-1]
 
+    def forget_twins(self) -> None:
+        """Drop the twin's blocks: a kernel that a fault ended may have left counters in them."""
+        self._blocks = {key: value for key, value in self._blocks.items() if key[1] >= 0}
+
 
 SCRATCH = Scratch()

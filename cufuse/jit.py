@@ -593,4 +593,5 @@ def _host_run(
         ctypes.c_ulonglong(len(message)),
     )
     if failed:
+        device.SCRATCH.forget_twins()
         raise KernelFault(f"{made.name} on the CPU twin: {message.value.decode()}")
