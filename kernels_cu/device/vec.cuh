@@ -25,18 +25,4 @@ CUFUSE_DEVICE void store_vec(T* p, const Vec<T, kCount>& v) {
   *reinterpret_cast<Vec<T, kCount>*>(p) = v;
 }
 
-// Weights: read once. A full 16-byte vector bypasses L1.
-template <int kCount, typename T>
-CUFUSE_DEVICE Vec<T, kCount> load_weight(const T* p) {
-  if constexpr (sizeof(T) * kCount == 16) {
-    union {
-      uint4 bits;
-      Vec<T, kCount> vec;
-    } u{load_stream(p)};
-    return u.vec;
-  } else {
-    return load_vec<kCount>(p);
-  }
-}
-
 }  // namespace cufuse

@@ -1,10 +1,8 @@
 // y = sum over a token's experts, in ascending id, of weight * (down h + b), h = gated(gate x, up
 // x), for few tokens. Two launches, both bounded by reading the experts' weights:
-//   moe_gate_up  CTA (c, s) takes every gridDim.x-th group of hidden rows of slot s = token * k +
-//   j;
-//                h is kept in float32, where the product of gate and up cannot overflow
-//   moe_down     CTA (c, t) takes every gridDim.x-th group of four output rows of token t; its
-//   warps
+//   moe_gate_up  CTA (c, s) takes every gridDim.x-th group of hidden rows of slot s, that is
+//                token * k + j; h stays in float32, where gate times up cannot overflow
+//   moe_down     CTA (c, t) takes every gridDim.x-th group of four output rows of token t; warps
 //                share the k experts, and an expert's K where there are more warps than experts
 // The grid is small enough to be resident at once: slots of one expert walk its rows in step, and
 // all but the first find them in L2. A token's bits do not depend on the other tokens.

@@ -32,7 +32,8 @@ CUFUSE_DEVICE HashKey draw_key(u64 seed, const int* steps, int step, int row) {
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(256) sample(const SampleArgs<T> args) {
-  __shared__ u64 partial[8];
+  constexpr int kThreads = 256;
+  __shared__ u64 partial[kThreads / 32];
   const int row = static_cast<int>(blockIdx.x) / args.splits;
   const int split = static_cast<int>(blockIdx.x) % args.splits;
   const T* logits = args.logits + static_cast<i64>(row) * args.n;
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(256) sample(const SampleArgs<T> args) {
   const i64 begin = static_cast<i64>(split) * args.per_cta;
   const i64 end = min(begin + args.per_cta, static_cast<i64>(args.n));
   u64 best = 0;
-  for (i64 i = begin + threadIdx.x * kVec; i < end; i += 256 * kVec) {
+  for (i64 i = begin + threadIdx.x * kVec; i < end; i += kThreads * kVec) {
     const auto group = load_vec<kVec>(logits + i);
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(256) sample(const SampleArgs<T> args) {
       best = max(best, rank);
     }
   }
-  best = block_max<256>(best, partial);
+  best = block_max<kThreads>(best, partial);
   if (threadIdx.x == 0) {
     auto* shared_best = reinterpret_cast<BestOfRow*>(args.scratch) + row;
     write_best(best, args.splits, shared_best, args.ids + row);
@@ -219,7 +220,8 @@ CUFUSE_DEVICE int last_tie(const T* logits, int n, Cut cut, Bins& bins) {
 }
 
 template <typename T, int kVec>
-__global__ void __launch_bounds__(1024, 1) sample_filtered(const SampleFilteredArgs<T> args) {
+__global__ void __launch_bounds__(kSelectThreads, 1)
+    sample_filtered(const SampleFilteredArgs<T> args) {
   __shared__ Bins bins;
   const int row = static_cast<int>(blockIdx.x), n = args.n;
   const T* logits = args.logits + static_cast<i64>(row) * n;

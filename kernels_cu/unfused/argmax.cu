@@ -20,7 +20,8 @@ struct ArgmaxArgs {
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(256) argmax(const ArgmaxArgs<T> args) {
-  __shared__ u64 partial[8];
+  constexpr int kThreads = 256;
+  __shared__ u64 partial[kThreads / 32];
   const int row = static_cast<int>(blockIdx.x) / args.splits;
   const int split = static_cast<int>(blockIdx.x) % args.splits;
   const T* x = args.x + static_cast<i64>(row) * args.n;
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(256) argmax(const ArgmaxArgs<T> args) {
   int id = 0;
   bool nan = false;
 #pragma unroll 4
-  for (i64 i = begin + threadIdx.x * kVec; i < end; i += 256 * kVec) {
+  for (i64 i = begin + threadIdx.x * kVec; i < end; i += kThreads * kVec) {
     const auto group = load_vec<kVec>(x + i);
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(256) argmax(const ArgmaxArgs<T> args) {
 
   u64 rank = best ? rank_of(best, id) : 0;
   if (nan) rank = kRankOfNan;
-  rank = block_max<256>(rank, partial);
+  rank = block_max<kThreads>(rank, partial);
   if (threadIdx.x == 0) {
     auto* shared_best = reinterpret_cast<BestOfRow*>(args.scratch) + row;
     write_best(rank, args.splits, shared_best, args.ids + row);

@@ -25,9 +25,10 @@ struct EmbedArgs {
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(128) embed(const EmbedArgs<T> args) {
+  constexpr int kThreads = 128;
   const int row = static_cast<int>(blockIdx.x / static_cast<u32>(args.ctas_per_row));
   const int part = static_cast<int>(blockIdx.x % static_cast<u32>(args.ctas_per_row));
-  const int i = (part * 128 + static_cast<int>(threadIdx.x)) * kVec;
+  const int i = (part * kThreads + static_cast<int>(threadIdx.x)) * kVec;
   if (i >= args.dim) return;
   const int id = args.ids[row];
   bool known = 0 <= id && id < args.vocab;

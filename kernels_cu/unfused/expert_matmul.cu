@@ -31,7 +31,8 @@ __global__ void __launch_bounds__(256) expert_matmul(const ExpertMatmulArgs<T> a
     const int expert = args.ids[slot];
     T* y = args.y + slot * args.n;
     if (static_cast<u32>(expert) >= static_cast<u32>(args.n_experts)) {
-      for (int i = blockIdx.x * 256 + threadIdx.x; i < args.n; i += gridDim.x * 256) {
+      for (int i = blockIdx.x * Shape::kThreads + threadIdx.x; i < args.n;
+           i += gridDim.x * Shape::kThreads) {
         y[i] = from_float<T>(__uint_as_float(0x7fc00000u));
       }
       continue;

@@ -27,8 +27,8 @@ CUFUSE_DEVICE float uniform_value(u32 word, float step, float center) {
 
 template <typename T>
 __global__ void __launch_bounds__(256) hash_uniform(const HashUniformArgs<T> args) {
-  constexpr int kVec = kPer16<T>;
-  const i64 begin = (static_cast<i64>(blockIdx.x) * 256 + threadIdx.x) * kVec;
+  constexpr int kThreads = 256, kVec = kPer16<T>;
+  const i64 begin = (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x) * kVec;
   if (begin >= args.count) return;
   // A group never straddles a multiple of 2^32, so one key serves it.
   const HashKey key = hash_key(args.seed, args.stream, static_cast<u64>(begin) >> 32);

@@ -1,7 +1,8 @@
-// out = p v: the values of all keys, weighted. A key whose weight is 0 is not read.
+// out = p v: the values of all keys, weighted.
 //
-// values_rows, for few queries: a CTA takes a split of the keys of one query and head; the last one
-// adds the splits in order. Bounded by reading V once for each query head.
+// values_rows, for few queries: a CTA takes a split of the keys of one query and head and reads
+// those that have a weight; the last one adds the splits in order. Bounded by reading V once for
+// each query head.
 // values_tile, for many queries: a CTA takes 64 queries of a head on tensor cores and leaves out
 // tiles of keys that have no weight. Bounded by reading p.
 // instantiate: values_rows<bfloat16, 8>
