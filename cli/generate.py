@@ -16,6 +16,7 @@ from cufuse.cli._options import device_option, dtype_type, engine_choice, resolv
 from cufuse.generate import Sampling
 
 if TYPE_CHECKING:
+    from cufuse.config import Config
     from cufuse.model import Model
 
 
@@ -159,12 +160,18 @@ def _prompt(text: str | None) -> str:
 
 
 def _load(name: str, where: str, dtype: np.dtype | None) -> Model:
+    if name in cufuse.PRESETS:
+        _check_head(name, cufuse.PRESETS[name])  # before anybody pulls it
     model = cufuse.load(name, device=where, dtype=dtype)
-    if not model.config.has_head:
+    _check_head(name, model.config)
+    return model
+
+
+def _check_head(name: str, config: Config) -> None:
+    if not config.has_head:
         raise Failure(
             f"{name} is an encoder and has no next token; take another model", NOT_AVAILABLE
         )
-    return model
 
 
 def _ids(model: Model, text: str, chat: bool | None, as_ids: bool) -> list[int]:

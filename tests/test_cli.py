@@ -116,7 +116,7 @@ def test_gpu_that_is_not_there_exits_4(cufuse, no_gpu):
 
 def test_encoder_exits_4(cufuse):
     result = cufuse("generate", "--model", "minilm", "--device", "cpu", "--ids", "1")
-    assert result.exit_code == 4
+    assert_fails(result, 4, "minilm is an encoder")
 
 
 def test_prompt_longer_than_the_context_exits_2(cufuse):
