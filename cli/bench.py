@@ -224,7 +224,7 @@ def _ops(
     has_models: bool,
 ) -> list[case.Case]:
     """Choose the ops to run."""
-    if name not in (None, "ops", "decode", *cases()):
+    if name is not None and name not in ("ops", "decode", *cases()):
         raise click.BadParameter(_unknown(name), param_hint="NAME")
     if has_models and name not in (None, "decode"):
         raise click.UsageError(f"--model goes with decode, not with {name}.")
