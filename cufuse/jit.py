@@ -365,14 +365,16 @@ def compile_offline(made: Kernel, arch: str) -> Compiled:
         source_text(made.file), made.file, name_expressions=(made.expression,), method="cubin"
     )
     try:
-        cubin, _ = program.compile((*offline_options(arch), "--ptxas-options=-v"), log)
+        cubin, names = program.compile((*offline_options(arch), "--ptxas-options=-v"), log)
     except compiler.CompileException as error:
         raise CompileError(f"{made.expression} for sm_{arch}: {error}") from error
     seconds = time.perf_counter() - begin
-    report = log.getvalue()
+    # The report has a paragraph for each kernel of the file; plain ones come with every template.
+    paragraphs = log.getvalue().split("Compiling entry function '")
+    report = next(text for text in paragraphs if text.startswith(f"{names[made.expression]}'"))
 
     def number(pattern: str) -> int:
-        return max((int(n) for n in re.findall(pattern, report)), default=0)
+        return sum(int(n) for n in re.findall(pattern, report))
 
     return Compiled(
         made.expression,
