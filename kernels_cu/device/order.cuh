@@ -62,7 +62,7 @@ struct BestOfRow {
 // The id of the best rank that the `splits` CTAs of a row bring; the last one to arrive writes it
 // and leaves zeros behind. -1 when a rank is that of NaN, or when there is none at all. `rank` is
 // the CTA's; one thread calls.
-CUFUSE_DEVICE void write_best(u64 rank, int splits, BestOfRow* best, i32* id) {
+CUFUSE_DEVICE void write_best(u64 rank, int splits, BestOfRow* best, int* id) {
   if (splits > 1) {
     atomicMax(&best->rank, rank);
     if (add_acq_rel(&best->arrived, 1) + 1 != static_cast<u32>(splits)) return;

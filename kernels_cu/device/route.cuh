@@ -20,7 +20,7 @@ CUFUSE_DEVICE u64 best_below(u64 bound, const T* values, int n, int lane) {
 // One warp: the ids of the k largest of n logits and exp(logit - max) / sum, where the sum runs
 // over all n logits or over the k chosen. `shared` holds n + k floats.
 CUFUSE_DEVICE void route_row(
-    const float* logits, int n, int k, bool over_all, float* shared, i32* ids, float* weights) {
+    const float* logits, int n, int k, bool over_all, float* shared, int* ids, float* weights) {
   const int lane = threadIdx.x % 32;
   float* values = shared;          // [n]; a lane touches only what it wrote itself
   float* numerators = values + n;  // [k]; likewise
@@ -50,7 +50,7 @@ CUFUSE_DEVICE void route_row(
 // The k experts of a token in ascending order of their ids; of equal ones the first slot comes
 // first. `order` [k] is in shared memory. Returns whether all ids are experts.
 template <int kThreads>
-CUFUSE_DEVICE bool sort_slots(const i32* ids, int k, int n_experts, i32* order) {
+CUFUSE_DEVICE bool sort_slots(const int* ids, int k, int n_experts, int* order) {
   bool valid = true;
   for (int j = threadIdx.x; j < k; j += kThreads) {
     const int id = ids[j];

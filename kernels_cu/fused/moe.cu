@@ -28,7 +28,7 @@ template <typename T>
 struct MoeGateUpArgs {
   const T* x;            // [tokens, dim]
   const T* norm_weight;  // [dim]; null: x as it is
-  const i32* ids;        // [tokens, k]
+  const int* ids;        // [tokens, k]
   const T* w_gate;       // [n_experts, hidden_dim, dim]
   const T* w_up;         // [n_experts, hidden_dim, dim]
   const T* b_gate;       // [n_experts, hidden_dim]; may be null
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(256, kResidentWarps<1> / 8)
 template <typename T>
 struct MoeDownArgs {
   const float* hidden;   // [tokens, k, hidden_stride(hidden_dim)]
-  const i32* ids;        // [tokens, k]
+  const int* ids;        // [tokens, k]
   const float* weights;  // [tokens, k]
   const T* w;            // [n_experts, dim, hidden_dim]
   const T* b;            // [n_experts, dim]; may be null
@@ -101,11 +101,11 @@ __global__ void __launch_bounds__(256, 2) moe_down(const MoeDownArgs<T> args) {
   static_assert(kHiddenGroup % kGroup == 0, "a group of weights meets a whole group of hidden");
   const int k = args.k, dim = args.dim, hidden_dim = args.hidden_dim;
   const int splits = max(1, kWarps / k);                 // warps that share an expert's K
-  i32* order = dynamic_shared<i32>();                    // [k]
+  int* order = dynamic_shared<int>();                    // [k]
   float* partial = reinterpret_cast<float*>(order + k);  // [k, splits, kDownRows]
   const int lane = threadIdx.x % 32;
   const i64 token = blockIdx.y;
-  const i32* ids = args.ids + token * k;
+  const int* ids = args.ids + token * k;
   const bool valid = sort_slots<kThreads>(ids, k, args.n_experts, order);
   const int chunks = chunk_count<T>(hidden_dim);
   const int stride = hidden_stride(hidden_dim);

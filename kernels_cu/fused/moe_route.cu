@@ -20,7 +20,7 @@ struct MoeRouteArgs {
   const T* b;            // [n_experts]; may be null
   float* logits;         // [rows, n_experts]; scratch
   u32* arrived;          // [tiles]; scratch, zero before and after
-  i32* ids;              // [rows, k]
+  int* ids;              // [rows, k]
   float* weights;        // [rows, k]
   i64 rows;
   int dim;

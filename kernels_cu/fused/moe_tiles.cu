@@ -21,11 +21,11 @@
 namespace cufuse {
 
 struct MoeSortArgs {
-  const i32* ids;    // [slots]; a slot whose id is no expert is left out
-  i32* sorted;       // [slots]
-  i32* tile_expert;  // [tiles]; -1 for tiles that are not needed
-  i32* tile_first;   // [tiles]; place in `sorted`
-  i32* tile_rows;    // [tiles]
+  const int* ids;    // [slots]; a slot whose id is no expert is left out
+  int* sorted;       // [slots]
+  int* tile_expert;  // [tiles]; -1 for tiles that are not needed
+  int* tile_first;   // [tiles]; place in `sorted`
+  int* tile_rows;    // [tiles]
   int slots;
   int n_experts;
   int block_m;
@@ -34,7 +34,7 @@ struct MoeSortArgs {
 
 // f(place, slot, match) for every slot, 32 at a time: `place` counts the matching slots before.
 template <typename F>
-CUFUSE_DEVICE int for_slots_of(int expert, const i32* ids, int slots, F f) {
+CUFUSE_DEVICE int for_slots_of(int expert, const int* ids, int slots, F f) {
   const int lane = threadIdx.x % 32;
   int found = 0;
 #pragma unroll 4
@@ -120,10 +120,10 @@ struct MoeGateUpTilesArgs {
   const T* w_up;           // [n_experts, hidden_dim, dim]
   const T* b_gate;         // [n_experts, hidden_dim]; may be null
   const T* b_up;           // [n_experts, hidden_dim]; may be null
-  const i32* sorted;       // [slots]
-  const i32* tile_expert;  // [tiles]
-  const i32* tile_first;   // [tiles]
-  const i32* tile_rows;    // [tiles]
+  const int* sorted;       // [slots]
+  const int* tile_expert;  // [tiles]
+  const int* tile_first;   // [tiles]
+  const int* tile_rows;    // [tiles]
   void* hidden;            // HiddenOf<T> [slots, hidden_dim], in the order of `sorted`
   int tiles;
   int k;
@@ -221,10 +221,10 @@ struct MoeDownTilesArgs {
   const float* factor;     // [slots], likewise; null for ones
   const T* w;              // [n_experts, dim, hidden_dim]
   const T* b;              // [n_experts, dim]; may be null
-  const i32* sorted;       // [slots]
-  const i32* tile_expert;  // [tiles]
-  const i32* tile_first;   // [tiles]
-  const i32* tile_rows;    // [tiles]
+  const int* sorted;       // [slots]
+  const int* tile_expert;  // [tiles]
+  const int* tile_first;   // [tiles]
+  const int* tile_rows;    // [tiles]
   float* y;                // [slots, dim]
   int tiles;
   int dim;

@@ -12,7 +12,7 @@ namespace cufuse {
 template <typename TIn, typename T>
 struct CombineArgs {
   const TIn* y;          // [rows, k, n]
-  const i32* ids;        // [rows, k]
+  const int* ids;        // [rows, k]
   const float* weights;  // [rows, k]
   const T* residual;     // [rows, n]; may be null
   T* out;                // [rows, n]; may be residual
@@ -24,7 +24,7 @@ struct CombineArgs {
 template <typename TIn, typename T, int kVec>
 __global__ void __launch_bounds__(256) combine(const CombineArgs<TIn, T> args) {
   constexpr int kThreads = 256;
-  i32* order = dynamic_shared<i32>();  // [k]
+  int* order = dynamic_shared<int>();  // [k]
   const int k = args.k, n = args.n;
   const i64 row = blockIdx.x;
   const bool valid = sort_slots<kThreads>(args.ids + row * k, k, args.n_experts, order);

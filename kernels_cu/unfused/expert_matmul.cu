@@ -11,7 +11,7 @@ namespace cufuse {
 template <typename T>
 struct ExpertMatmulArgs {
   const T* x;      // [slots / per_row, dim]
-  const i32* ids;  // [slots]
+  const int* ids;  // [slots]
   const T* w;      // [n_experts, n, dim]
   const T* b;      // [n_experts, n]; may be null
   T* y;            // [slots, n]

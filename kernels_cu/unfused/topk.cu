@@ -13,7 +13,7 @@ template <typename T>
 struct TopkArgs {
   const T* x;  // [rows, n]
   T* values;   // [rows, k]
-  i32* ids;    // [rows, k]
+  int* ids;    // [rows, k]
   i64 rows;
   int n;
   int k;
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(128) topk(const TopkArgs<T> args) {
   if (row >= args.rows) return;
   const T* x = args.x + row * args.n;
   T* values = args.values + row * args.k;
-  i32* ids = args.ids + row * args.k;
+  int* ids = args.ids + row * args.k;
 
   u64 best = best_below(~0ull, x, args.n, lane);
   u64 top = warp_max(best);
