@@ -315,6 +315,17 @@ def test_attention_is_one_launch(to_kernels, rng, q_len):
     assert len(record.launches) == 1
 
 
+@pytest.mark.parametrize("q_len", [1, 20], ids=["decode", "prefill"])
+def test_attention_counts_the_keys_that_can_be_seen(to_kernels, rng, q_len):
+    # Of the cache's capacity, or of the window: how many tokens there are, the device alone knows.
+    q, k, v = (to_kernels(x) for x in make(rng, BF16, 2, q_len, 100, 4, 2, 32))
+    start = to_kernels(np.zeros(2, np.int32))
+    for window, keys in ((None, 100), (10, 9 + q_len)):
+        with jit.record(dry=True) as record:
+            ops.attention(q, k, v, start=start, window=window)
+        assert record.size_bytes == 2 * q.nbytes + 2 * (2 * keys * 2 * 32) * 2
+
+
 def test_split_counts():
     for n in (1, 64, 65, 2048, 2049, 8192, 8193, 32768, 32769, 131072):
         keys = attention_op.keys_per_split(n)

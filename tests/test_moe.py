@@ -243,6 +243,17 @@ def test_few_tokens_are_two_launches(to_kernels, rng):
     assert weights < record.size_bytes < weights * 1.25
 
 
+def test_many_tokens_read_each_expert_once(to_kernels, rng):
+    layer = Layer(rng, 40, 64, 48, 4, 2, np.float32)
+    with jit.record(dry=True) as record:
+        layer.run(to_kernels)
+    sizes = {launch.kernel: launch.size_bytes for launch in record.launches}
+    matrix, slots = 4 * 48 * 64 * 4, 80
+    assert sizes["moe_gate_up_tiles"] == 2 * matrix + 4 * (40 * 64 + slots * 48)
+    assert sizes["moe_down_tiles"] == matrix + 4 * slots * (48 + 64)
+    assert sizes["combine"] == 4 * (slots * 64 + 2 * slots + 40 * 64)
+
+
 def test_no_tokens_launch_nothing(to_kernels, rng):
     layer = Layer(rng, 0, 16, 16, 4, 2, np.float32)
     with jit.record() as record:

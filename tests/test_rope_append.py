@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import DTYPES, TOLERANCE, assert_close, poisoned, relative_error, to_numpy
 
-from cufuse import ops, reference
+from cufuse import jit, ops, reference
 
 CAPACITY = 9
 
@@ -267,3 +267,32 @@ def test_rope_append_rejects_wrong_arrays():
     frozen.flags.writeable = False
     with pytest.raises(ValueError, match="k_cache is written in place"):
         ops.rope_append(qkv, **{**given, "k_cache": frozen}, n_heads=4)
+
+
+def test_an_append_counts_its_tokens_and_not_the_cache(to_kernels, rng):
+    qkv, cos, sin, start, q_norm, k_norm = (
+        moved(to_kernels, x)
+        for x in make(
+            rng,
+            np.float32,
+            batch=2,
+            q_len=3,
+            n_heads=4,
+            n_kv_heads=2,
+            head_dim=8,
+            n_pairs=4,
+            norm="head",
+        )
+    )
+    k_cache, v_cache = (to_kernels(cache) for cache in caches(2, 2, 8, np.float32))
+    k = to_kernels(np.ones((2, 3, 2, 8), np.float32))
+    options = {"start": start, "k_cache": k_cache, "v_cache": v_cache}
+    with jit.record(dry=True) as record:
+        ops.append(k, k, **options)
+        ops.rope_append(qkv, **options, n_heads=4, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
+    tokens = 2 * 3
+    angles = 2 * tokens * 4
+    assert [launch.size_bytes for launch in record.launches] == [
+        4 * (2 * 2 * tokens * 2 * 8 + 2),
+        4 * (2 * tokens * 8 * 8 + 2 + 2 * 8 + angles),
+    ]
