@@ -263,7 +263,8 @@ class Scratch:
     """Memory that kernels of one stream use between launches and that outlives CUDA graphs.
 
     Kept for each device and stream, grown when needed and never freed while the process lives:
-    a captured graph goes on pointing into it.
+    a captured graph goes on pointing into it. So graphs captured on one stream share a block; they
+    may be replayed one after the other, not at once on two streams.
     """
 
     def __init__(self) -> None:
