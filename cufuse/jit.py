@@ -177,6 +177,8 @@ class Kernel:
         all arrays once unless said otherwise. Bad field names raise TypeError.
         """
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
+        # The compiler may read neighbours in one access, as far as 16 bytes.
+        shared_bytes = -(-shared_bytes // 16) * 16
         if min(grid) < 1:
             raise ValueError(f"{self.name}: grid {grid} is empty; guard empty input in the op")
         packed = self._pack(args)

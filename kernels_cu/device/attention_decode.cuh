@@ -176,6 +176,7 @@ CUFUSE_DEVICE void attend_span(const DecodeTile<T, kHeadDim, kHeads>& tile,
         sum += p[i];
       }
       sum = warp_sum(sum);
+      __syncwarp();  // every lane has read tile.max[h]
       if (lane == 0) {
         const float rescale = expf(before - shift);
         tile.max[h] = max;
