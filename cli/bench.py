@@ -202,11 +202,13 @@ def bench(
             for writer in writers:
                 writer.write(made[-1])
             sys.stdout.flush()
-    finally:  # what was measured before something went wrong is worth keeping
+            if keep:  # at once: a run that is ended halfway has measured something
+                file = save(made[-1:])
+    finally:
         for writer in writers:
             writer.close()
         if keep and made:
-            click.echo(f"rows appended to {save(made)}", err=True)
+            click.echo(f"rows appended to {file}", err=True)
     if not made:
         raise Failure(f"nothing to measure with engine {', '.join(chosen)} on {where}", USAGE)
     if plot:

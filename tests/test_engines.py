@@ -134,8 +134,10 @@ def test_graph_replay_gives_the_same_ids(rng, engine, temperature):
             decoder.decode()
             ids.append(int(decoder.ids()[0]))
         runs.append(ids)
+        # Every replay moved on; the likeliest tokens of a random model may still be few.
+        assert int(to_numpy(state.start)[0]) == state.length == 5 + 40
     assert runs[0] == runs[1]
-    assert len(set(runs[0])) > 3
+    assert temperature == 0 or len(set(runs[0])) > 3
 
 
 @pytest.mark.parametrize("engine", engines.ENGINES)
