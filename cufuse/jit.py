@@ -434,7 +434,10 @@ constexpr unsigned long long size_of(void (*)(const Args)) {{
 }}
 
 constexpr auto kernel = {expression};
-extern "C" void cufuse_thread(const void* bytes) {{ call(kernel, bytes); }}
+extern "C" void cufuse_thread(const void* bytes) {{
+  call(kernel, bytes);
+  cufuse::host::thread_ends();
+}}
 extern "C" unsigned long long cufuse_argument_bytes() {{ return size_of(kernel); }}
 """
 
@@ -459,14 +462,16 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _host_digest() -> str:
-    state = hashlib.sha256(digest().encode() + _host_runtime_source().read_bytes())
+    state = hashlib.sha256(digest().encode())
+    for path in _host_runtime_sources():
+        state.update(path.read_bytes())
     version = subprocess.run([host_compiler(), "--version"], capture_output=True, text=True).stdout
     state.update(" ".join((version, *HOST_FLAGS, *_host_target())).encode())
     return state.hexdigest()
 
 
-def _host_runtime_source() -> Path:
-    return sources() / "host" / "fibers.cpp"
+def _host_runtime_sources() -> list[Path]:
+    return sorted((sources() / "host").glob("*.cpp"))
 
 
 @functools.cache
@@ -536,7 +541,7 @@ def _host_header() -> Path:
 @functools.cache
 def _host_runtime() -> Any:
     """Build and load what runs a grid on the CPU; kernels find its functions by name."""
-    text = _host_runtime_source().read_text()
+    text = "".join(f'#include "host/{path.name}"\n' for path in _host_runtime_sources())
     library = _host_build(_host_folder() / "runtime.so", text, "-O2", "-shared", "-pthread")
     return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 

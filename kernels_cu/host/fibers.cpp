@@ -29,7 +29,6 @@ __thread Cta* cta = nullptr;
 namespace {
 
 constexpr std::size_t kStackBytes = 128 * 1024;
-constexpr std::size_t kMaxSharedBytes = 232448;
 
 #if defined(__x86_64__)
 // Save the callee-saved registers and the stack pointer in *from, go on where `to` was saved.
@@ -92,18 +91,8 @@ void switch_context(Context& from, Context& to) { swapcontext(&from.ucontext, &t
 void set_float_mode() {}
 #endif
 
-// An asynchronous copy that was issued and has not landed yet.
-struct PendingCopy {
-  void* shared;
-  const void* source;
-  unsigned size_bytes;
-  int group;
-};
-
 struct RunningFiber : Fiber {
   Context context;
-  std::vector<PendingCopy> copies;
-  int copy_groups = 0;
   bool done = false;
   const char* waits_for = nullptr;
 };
@@ -243,6 +232,8 @@ void run_cta(Launch& launch, unsigned linear, Workspace& workspace) {
   }
   if (n % 32) c.warps.back().exited = ~0u << (n % 32);
   c.dynamic_shared = workspace.dynamic_shared;
+  c.dynamic_shared_bytes = launch.shared_bytes;
+  c.seed = launch.seed;
   std::memset(c.dynamic_shared, 0xFF, launch.shared_bytes);
   cta = &c;
   RunningFiber& first = c.fibers[next_random(c) % n];
@@ -279,6 +270,7 @@ void fail(const char* name, const char* what) { fail(std::string(name) + ": " + 
 void yield(const char* reason) {
   RunningCta& c = running();
   RunningFiber& self = current_fiber();
+  if (c.async.in_flight) land_some();
   self.waits_for = reason;
   if (++c.switches % 4096 == 0) {
     if (c.launch->failed) leave_cta();
@@ -339,31 +331,6 @@ unsigned block_barrier(bool predicate, const char* name) {
     ++barrier.generation;
   }
   return barrier.result;
-}
-
-void copy_async(void* shared, const void* source, unsigned size_bytes) {
-  const auto misaligned = (reinterpret_cast<std::uintptr_t>(shared) |
-                           (size_bytes ? reinterpret_cast<std::uintptr_t>(source) : 0)) &
-                          15;
-  if (misaligned || size_bytes > 16) fail("copy_async", "not a 16-byte aligned copy");
-  RunningFiber& fiber = current_fiber();
-  fiber.copies.push_back({shared, source, size_bytes, fiber.copy_groups});
-}
-
-void copy_async_commit() { ++current_fiber().copy_groups; }
-
-void copy_async_wait(int pending) {
-  RunningFiber& fiber = current_fiber();
-  auto later = fiber.copies.begin();
-  for (const PendingCopy& copy : fiber.copies) {
-    if (copy.group >= fiber.copy_groups - pending) {
-      *later++ = copy;
-      continue;
-    }
-    std::memset(copy.shared, 0, 16);
-    std::memcpy(copy.shared, copy.source, copy.size_bytes);
-  }
-  fiber.copies.erase(later, fiber.copies.end());
 }
 
 }  // namespace cufuse::host

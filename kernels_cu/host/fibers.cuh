@@ -8,9 +8,14 @@
 #ifndef CUFUSE_HOST_FIBERS_CUH
 #define CUFUSE_HOST_FIBERS_CUH
 
+#include <cstddef>
 #include <cstring>
 
+#include "host/async.cuh"
+
 namespace cufuse::host {
+
+constexpr std::size_t kMaxSharedBytes = 232448;
 
 struct Dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -26,6 +31,9 @@ struct Cta {
   Dim3 grid, block, block_index;
   Fiber* current = nullptr;
   unsigned char* dynamic_shared = nullptr;
+  std::size_t dynamic_shared_bytes = 0;
+  unsigned long long seed = 0;
+  AsyncState async;
 };
 
 // The CTA that this worker thread runs. Fibers never change threads.
@@ -41,11 +49,6 @@ void yield(const char* reason);
 
 // __syncthreads in all its forms: returns how many threads came with a true predicate.
 unsigned block_barrier(bool predicate, const char* name);
-
-// Copies land when they are waited for, never earlier: a missing wait reads poison.
-void copy_async(void* shared, const void* source, unsigned size_bytes);
-void copy_async_commit();
-void copy_async_wait(int pending);
 
 // ---- collectives
 

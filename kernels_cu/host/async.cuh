@@ -1,0 +1,74 @@
+// Copies that run beside the threads of a CTA, and the barriers that count them.
+//
+// A copy lands when a seed says so: at once, at some thread's wait, or as late as it can, whole or
+// in pieces and in any order. Copies land from `yield` and from waits.
+#ifndef CUFUSE_HOST_ASYNC_CUH
+#define CUFUSE_HOST_ASYNC_CUH
+
+namespace cufuse::host {
+
+// A CTA's copies in flight and its named barriers.
+class AsyncState {
+ public:
+  struct Members;
+
+  AsyncState() = default;
+  ~AsyncState();
+  AsyncState(const AsyncState&) = delete;
+  AsyncState& operator=(const AsyncState&) = delete;
+  Members& members();
+
+  unsigned in_flight = 0;
+  unsigned ended = 0;
+
+ private:
+  Members* members_ = nullptr;  // made when first used
+};
+
+// True about once in n, by the launch's seed.
+bool chance(unsigned n);
+
+// Let copies land: the calling thread's own 16-byte ones, anyone's bulk copies.
+void land_some();
+
+// A thread returned from the kernel; the last one answers for copies still in flight.
+void thread_ends();
+
+// ---- cp.async: 16 bytes a thread
+
+void copy_async(void* shared, const void* source, unsigned size_bytes);
+void copy_async_commit();
+void copy_async_wait(int pending);
+
+// ---- mbarrier: a word of shared memory holds arrivals, bytes to come and the phase, as in
+// hardware
+
+void mbarrier_init(unsigned long long* barrier, unsigned count);
+void mbarrier_arrive(unsigned long long* barrier, unsigned expect_bytes, const char* name);
+// Whether the phase with this parity has completed.
+bool mbarrier_test(unsigned long long* barrier, unsigned parity, const char* name);
+// Wait for it; false after `spins` tries in vain, where 0 never gives up.
+bool mbarrier_wait(unsigned long long* barrier,
+                   unsigned parity,
+                   unsigned long long spins,
+                   const char* name);
+
+// ---- cp.async.bulk
+
+void bulk_load(void* shared, const void* source, unsigned size_bytes, unsigned long long* barrier);
+void bulk_store(void* target, const void* shared, unsigned size_bytes);
+void bulk_store_commit();
+// Until at most `pending` of this thread's newest groups are unfinished; with `only_read`, until
+// the others' shared memory was read, though nothing of it need have been written.
+void bulk_store_wait(int pending, bool only_read);
+void bulk_prefetch(const void* source, unsigned size_bytes);
+
+// ---- bar.sync, bar.arrive: called by every thread of a whole warp
+
+// An id belongs to the threads that filled it first: others who come show that a count is wrong.
+// The hardware allows more; no kernel of ours needs it.
+void named_barrier(unsigned id, unsigned count, bool wait, const char* name);
+
+}  // namespace cufuse::host
+
+#endif  // CUFUSE_HOST_ASYNC_CUH
