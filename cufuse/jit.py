@@ -45,7 +45,12 @@ HOST_FLAGS = (
     "-w",
     "-fPIC",
     "-DCUFUSE_HOST=1",
+    "-g1",
 )
+# g++ then calls us at every access to memory. The functions that it calls are in host/fibers.cpp;
+# its own library stays out.
+HOST_CHECK_FLAGS = ("-fsanitize=thread",)
+HOST_CHECK_LIBRARIES = ("-nodefaultlibs", "-lstdc++", "-lm", "-lgcc_s", "-lgcc", "-lc")
 ARCHS = ("80", "86", "89", "90a", "100a", "120a")
 
 _CPP_TYPES = {
@@ -146,6 +151,12 @@ class Kernel:
     file: str
     name: str
     template: tuple[Any, ...]
+    root: Path | None = None  # the folder of `file`, where that is not kernels_cu
+
+    @property
+    def path(self) -> Path:
+        """Where its source lies."""
+        return (self.root or sources()) / self.file
 
     @functools.cached_property
     def expression(self) -> str:
@@ -156,7 +167,7 @@ class Kernel:
     @functools.cached_property
     def argument(self) -> structs.Layout:
         """The layout of its argument struct."""
-        return structs.kernel_argument(sources() / self.file, self.name)
+        return structs.kernel_argument(self.path, self.name)
 
     def launch(
         self,
@@ -242,9 +253,12 @@ class Kernel:
 
 
 @functools.cache
-def kernel(file: str, name: str, *template: Any) -> Kernel:
-    """Return the instantiation `name<template...>` of a kernels_cu file; compiled when used."""
-    return Kernel(file, name, template)
+def kernel(file: str, name: str, *template: Any, root: Path | None = None) -> Kernel:
+    """Return the instantiation `name<template...>` of a kernels_cu file; compiled when used.
+
+    `root` is another folder of sources; they include the headers of kernels_cu all the same.
+    """
+    return Kernel(file, name, template, root)
 
 
 # ---- GPU ----------------------------------------------------------------------------------------
@@ -260,10 +274,11 @@ def digest() -> str:
 
 
 @functools.cache
-def source_text(file: str) -> str:
+def source_text(file: str, root: Path | None = None) -> str:
     """Return what is handed to NVRTC: the headers' digest, then the file under its own name."""
-    body = (sources() / file).read_text()
-    return f'// headers {digest()}\n#line 1 "kernels_cu/{file}"\n{body}'
+    folder = root or sources()
+    body = (folder / file).read_text()
+    return f'// headers {digest()}\n#line 1 "{folder.name}/{file}"\n{body}'
 
 
 def options(arch: str) -> tuple[str, ...]:
@@ -275,7 +290,7 @@ def options(arch: str) -> tuple[str, ...]:
 def _gpu_function(made: Kernel, gpu: int, cooperative: bool) -> Any:
     cupy = device.require_cupy()
     arch = device.gpu_info(gpu).arch
-    code = source_text(made.file)
+    code = source_text(made.file, made.root)
     if debug_level() >= 3:
         _log(code)
     begin = time.perf_counter()
@@ -364,7 +379,10 @@ def compile_offline(made: Kernel, arch: str) -> Compiled:
     log = io.StringIO()
     begin = time.perf_counter()
     program = compiler._NVRTCProgram(
-        source_text(made.file), made.file, name_expressions=(made.expression,), method="cubin"
+        source_text(made.file, made.root),
+        made.file,
+        name_expressions=(made.expression,),
+        method="cubin",
     )
     try:
         cubin, names = program.compile((*offline_options(arch), "--ptxas-options=-v"), log)
@@ -401,17 +419,19 @@ _WORDS = {
 }
 
 
-def samples() -> list[Kernel]:
+def samples(root: Path | None = None) -> list[Kernel]:
     """Return the instantiations named by the `// instantiate:` lines of all .cu files."""
     found = []
-    for path in sorted(sources().rglob("*.cu")):
-        file = path.relative_to(sources()).as_posix()
+    folder = root or sources()
+    for path in sorted(folder.rglob("*.cu")):
+        file = path.relative_to(folder).as_posix()
         lines = _INSTANTIATE.findall(path.read_text())
         if not lines:
-            raise ValueError(f"kernels_cu/{file} has no `// instantiate:` line")
+            raise ValueError(f"{folder.name}/{file} has no `// instantiate:` line")
         for name, arguments in lines:
             words = [word.strip() for word in arguments.split(",")] if arguments else []
-            found.append(kernel(file, name, *(_template_value(word) for word in words)))
+            values = (_template_value(word) for word in words)
+            found.append(kernel(file, name, *values, root=root))
     return found
 
 
@@ -466,7 +486,7 @@ def _host_digest() -> str:
     for path in _host_runtime_sources():
         state.update(path.read_bytes())
     version = subprocess.run([host_compiler(), "--version"], capture_output=True, text=True).stdout
-    state.update(" ".join((version, *HOST_FLAGS, *_host_target())).encode())
+    state.update(" ".join((version, *HOST_FLAGS, *HOST_CHECK_FLAGS, *_host_target())).encode())
     return state.hexdigest()
 
 
@@ -508,7 +528,14 @@ def _only_builder(target: Path) -> Iterator[None]:
             lock.unlink(missing_ok=True)
 
 
-def _host_build(target: Path, text: str, *arguments: str) -> Path:
+def twin_check() -> bool:
+    """Read CUFUSE_TWIN_CHECK: 0 leaves out the twin's watch over races in shared memory."""
+    return os.environ.get("CUFUSE_TWIN_CHECK", "1") != "0"
+
+
+def _host_build(
+    target: Path, text: str, *arguments: str, libraries: Sequence[str] = ()
+) -> Path:
     """Compile C++ text into the target unless it is there; it appears whole or not at all."""
     if target.exists():
         return target
@@ -517,9 +544,11 @@ def _host_build(target: Path, text: str, *arguments: str) -> Path:
             return target
         source, built = Path(work) / "twin.cpp", Path(work) / target.name
         source.write_text(text)
-        command = [host_compiler(), *HOST_FLAGS, *_host_target(), f"-I{sources()}", *arguments]
+        command = [host_compiler(), *HOST_FLAGS, *_host_target(), f"-I{sources()}"]
         done = subprocess.run(
-            [*command, str(source), "-o", str(built)], capture_output=True, text=True
+            [*command, *arguments, str(source), "-o", str(built), *libraries],
+            capture_output=True,
+            text=True,
         )
         if done.returncode:
             raise CompileError(f"{target.name} on the CPU: {done.stderr[:4000]}")
@@ -528,13 +557,14 @@ def _host_build(target: Path, text: str, *arguments: str) -> Path:
 
 
 @functools.cache
-def _host_header() -> Path:
+def _host_header(check: bool) -> Path:
     """Precompile the twin's header, which stands in front of every kernel."""
-    header = _host_folder() / "twin.hpp"
+    header = _host_folder() / ("twin-check.hpp" if check else "twin.hpp")
     text = '#include "host/hw.cuh"\n'
     if not header.exists():
         header.write_text(text)  # read where the precompiled one does not fit
-    _host_build(header.with_name("twin.hpp.gch"), text, "-x", "c++-header")
+    flags = HOST_CHECK_FLAGS if check else ()
+    _host_build(header.with_name(header.name + ".gch"), text, *flags, "-x", "c++-header")
     return header
 
 
@@ -547,17 +577,59 @@ def _host_runtime() -> Any:
 
 
 @functools.cache
-def _host_library(made: Kernel) -> Any:
+def _host_library(made: Kernel, check: bool) -> Any:
     _host_runtime()
     text = _HOST_MAIN.format(file=made.file, expression=made.expression)
     state = hashlib.sha256("\0".join((text, (sources() / made.file).read_text())).encode())
-    library = _host_folder() / f"{made.name}-{state.hexdigest()[:40]}.so"
+    name = made.name + ("-check" if check else "")
+    library = _host_folder() / f"{name}-{state.hexdigest()[:40]}.so"
     begin = time.perf_counter()
     if not library.exists():
-        _host_build(library, text, "-include", str(_host_header()), "-shared")
+        flags = HOST_CHECK_FLAGS if check else ()
+        _host_build(
+            library,
+            text,
+            *flags,
+            "-include",
+            str(_host_header(check)),
+            "-shared",
+            libraries=HOST_CHECK_LIBRARIES if check else (),
+        )
         if debug_level() >= 1:
             _log(f"compiled {made.expression} for the CPU in {time.perf_counter() - begin:.2f} s")
     return ctypes.CDLL(str(library))
+
+
+_PLACE = re.compile(r"<at ([0-9a-f]+) ([0-9a-f]+)>")
+
+
+def _with_places(message: str, library: str) -> str:
+    """Put file and line where the runtime named addresses of the kernel's library."""
+    found = {address for pair in _PLACE.findall(message) for address in pair if address != "0"}
+    addresses = sorted(found)
+    tool = shutil.which("addr2line")
+    if not addresses or tool is None:
+        return _PLACE.sub(r"at +0x\1", message)
+    # -a opens each answer with its address; -i gives the innermost inlined function first.
+    command = [tool, "-a", "-i", "-e", library, *addresses]
+    text = subprocess.run(command, capture_output=True, text=True).stdout
+    places: dict[int, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("0x"):
+            frames = places.setdefault(int(line, 16), [])
+        elif not line.startswith("??"):
+            frames.append(line.split(" (")[0])
+
+    def place(match: re.Match[str]) -> str:
+        addresses = [int(word, 16) for word in match.groups()]
+        frames = [frame for address in addresses for frame in places.get(address, [])]
+        host = f"{sources() / 'host'}{os.sep}"
+        kernel = [frame for frame in frames if not os.path.normpath(frame).startswith(host)]
+        if not kernel:
+            return f"at +0x{match[1]}"
+        return "at " + os.path.normpath(kernel[0]).removeprefix(f"{sources().parent}{os.sep}")
+
+    return _PLACE.sub(place, message)
 
 
 _seed: contextvars.ContextVar[int] = contextvars.ContextVar("seed", default=0)
@@ -581,14 +653,15 @@ def _host_run(
     shared_bytes: int,
     cooperative: bool,
 ) -> None:
-    library = _host_library(made)
+    check = twin_check()
+    library = _host_library(made, check)
     if packed.nbytes != library.cufuse_argument_bytes():
         raise KernelFault(
             f"{made.name} on the CPU twin: the struct has {library.cufuse_argument_bytes()} bytes, "
             f"Python packed {packed.nbytes}"
         )
     sizes = (ctypes.c_uint * 3)(*grid, *(1,) * (3 - len(grid)))
-    message = ctypes.create_string_buffer(4096)
+    message = ctypes.create_string_buffer(1 << 16)
     failed = _host_runtime().cufuse_run(
         library.cufuse_thread,
         ctypes.c_void_p(packed.ctypes.data),
@@ -598,9 +671,12 @@ def _host_run(
         ctypes.c_int(cooperative),
         ctypes.c_ulonglong(_seed.get()),
         ctypes.c_double(float(os.environ.get("CUFUSE_TWIN_SECONDS", "60"))),
+        ctypes.c_ulonglong(int(os.environ.get("CUFUSE_TWIN_STEPS", "4000000"))),
+        ctypes.c_int(check),
         message,
         ctypes.c_ulonglong(len(message)),
     )
     if failed:
         device.SCRATCH.forget_twins()
-        raise KernelFault(f"{made.name} on the CPU twin: {message.value.decode()}")
+        text = _with_places(message.value.decode(), library._name)
+        raise KernelFault(f"{made.name} on the CPU twin: {text}")

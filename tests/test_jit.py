@@ -78,7 +78,7 @@ def test_every_dtype_has_a_cpp_name():
 
 def test_compile_error_points_into_kernels_cu(monkeypatch):
     whole = jit.source_text("unfused/advance.cu")
-    monkeypatch.setattr(jit, "source_text", lambda file: whole + "int broken = nonsense;")
+    monkeypatch.setattr(jit, "source_text", lambda *_: whole + "int broken = nonsense;")
     with pytest.raises(jit.CompileError, match=r"kernels_cu/unfused/advance\.cu\(\d+\).*nonsense"):
         jit.compile_offline(jit.kernel("unfused/advance.cu", "advance"), "80")
 

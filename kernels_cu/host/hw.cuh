@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "host/fibers.cuh"
 
@@ -36,6 +37,9 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
+struct alignas(16) ulonglong2 {
+  unsigned long long x, y;
+};
 struct alignas(8) int2 {
   int x, y;
 };
@@ -51,6 +55,7 @@ struct alignas(16) float4 {
 
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline ulonglong2 make_ulonglong2(unsigned long long x, unsigned long long y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -203,6 +208,8 @@ T atomicMin(T* p, T v) {
   return old;
 }
 
+#include "device/fp8.cuh"  // which is written in the words above
+
 namespace cufuse {
 
 using i32 = int;
@@ -240,8 +247,19 @@ inline float to_float(half v) {
   return sign ? -magnitude : magnitude;
 }
 
+inline float to_float(e4m3 v) { return fp8_to_float(v); }
+inline float to_float(e5m2 v) { return fp8_to_float(v); }
+
 template <typename T>
 T from_float(float v);
+template <>
+inline e4m3 from_float<e4m3>(float v) {
+  return to_e4m3(v);
+}
+template <>
+inline e5m2 from_float<e5m2>(float v) {
+  return to_e5m2(v);
+}
 template <>
 inline float from_float<float>(float v) {
   return v;
@@ -270,12 +288,72 @@ inline half from_float<half>(float v) {
 // ---- global memory
 
 inline uint4 load_stream(const void* p) { return *static_cast<const uint4*>(p); }
-inline u32 load_acquire(const u32* p) {
-  host::yield("load_acquire");
-  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+
+// ---- words that threads publish to each other
+
+enum class Order { relaxed, acquire, release, acq_rel };
+enum class Scope { gpu, sys };
+
+constexpr int host_order(Order order) {
+  return order == Order::relaxed   ? __ATOMIC_RELAXED
+         : order == Order::acquire ? __ATOMIC_ACQUIRE
+         : order == Order::release ? __ATOMIC_RELEASE
+                                   : __ATOMIC_ACQ_REL;
 }
-inline void store_release(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-inline u32 add_acq_rel(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+
+// Threads that poll take turns; so do those that publish, or the others would never come between.
+template <Order kOrder, Scope kScope = Scope::gpu, typename T>
+T load_word(const T* p) {
+  static_assert(kOrder == Order::relaxed || kOrder == Order::acquire, "a load releases nothing");
+  host::yield(kOrder == Order::acquire ? "an acquiring load" : "a relaxed load");
+  return __atomic_load_n(p, host_order(kOrder));
+}
+template <Order kOrder, Scope kScope = Scope::gpu, typename T>
+void store_word(T* p, std::common_type_t<T> v) {
+  static_assert(kOrder == Order::relaxed || kOrder == Order::release, "a store acquires nothing");
+  if (host::chance(2)) host::yield("a store");
+  __atomic_store_n(p, v, host_order(kOrder));
+}
+// Two words of 8 bytes in either order, and others may come between.
+template <Order kOrder, Scope kScope = Scope::gpu>
+ulonglong2 load_word(const ulonglong2* p) {
+  if (reinterpret_cast<std::uintptr_t>(p) & 15) host::fail("load_word", "not 16-byte aligned");
+  ulonglong2 v;
+  const bool forward = host::chance(2);
+  (forward ? v.x : v.y) = load_word<kOrder>(forward ? &p->x : &p->y);
+  (forward ? v.y : v.x) = load_word<kOrder>(forward ? &p->y : &p->x);
+  return v;
+}
+template <Order kOrder, Scope kScope = Scope::gpu>
+void store_word(ulonglong2* p, ulonglong2 v) {
+  if (reinterpret_cast<std::uintptr_t>(p) & 15) host::fail("store_word", "not 16-byte aligned");
+  const bool forward = host::chance(2);
+  store_word<kOrder>(forward ? &p->x : &p->y, forward ? v.x : v.y);
+  store_word<kOrder>(forward ? &p->y : &p->x, forward ? v.y : v.x);
+}
+
+template <Order kOrder, Scope kScope = Scope::gpu, typename T>
+T atomic_add(T* p, std::common_type_t<T> v) {
+  if (host::chance(2)) host::yield("atomic_add");
+  return __atomic_fetch_add(p, v, host_order(kOrder));
+}
+template <Order kOrder, Scope kScope = Scope::gpu, typename T>
+T atomic_exchange(T* p, std::common_type_t<T> v) {
+  host::yield("atomic_exchange");
+  return __atomic_exchange_n(p, v, host_order(kOrder));
+}
+template <Order kOrder, Scope kScope = Scope::gpu, typename T>
+T atomic_compare_exchange(T* p, std::common_type_t<T> wanted, std::common_type_t<T> v) {
+  host::yield("atomic_compare_exchange");
+  constexpr int failed =
+      kOrder == Order::acq_rel || kOrder == Order::acquire ? __ATOMIC_ACQUIRE : __ATOMIC_RELAXED;
+  __atomic_compare_exchange_n(p, &wanted, v, false, host_order(kOrder), failed);
+  return wanted;
+}
+
+inline u32 load_acquire(const u32* p) { return load_word<Order::acquire>(p); }
+inline void store_release(u32* p, u32 v) { store_word<Order::release>(p, v); }
+inline u32 add_acq_rel(u32* p, u32 v) { return atomic_add<Order::acq_rel>(p, v); }
 
 // ---- shared memory
 
@@ -287,6 +365,74 @@ template <int kPending>
 void copy_async_wait() {
   host::copy_async_wait(kPending);
 }
+
+// ---- barriers of some warps of a CTA
+
+inline void come_to_barrier(u32 id, u32 threads, bool wait, const char* name) {
+  const u64 mine = static_cast<u64>(id) << 32 | threads;
+  const bool alike = host::exchange(kFullMask, mine, name, [=](auto box) {
+    for (u32 lane = 0; lane < 32; ++lane) {
+      if (box(lane) != mine) return false;
+    }
+    return true;
+  });
+  if (!alike) host::fail(name, "the lanes of a warp name different barriers or counts");
+  host::named_barrier(id, threads, wait, name);
+}
+inline void barrier_sync(u32 id, u32 threads) {
+  come_to_barrier(id, threads, true, "barrier_sync");
+}
+inline void barrier_arrive(u32 id, u32 threads) {
+  come_to_barrier(id, threads, false, "barrier_arrive");
+}
+
+// ---- mbarrier
+
+inline void mbarrier_init(u64* barrier, u32 count) { host::mbarrier_init(barrier, count); }
+inline void fence_mbarrier_init() {}
+inline void mbarrier_arrive(u64* barrier) {
+  host::mbarrier_arrive(barrier, 0, "mbarrier_arrive");
+  if (host::chance(4)) host::yield("mbarrier_arrive");
+}
+inline bool mbarrier_test_wait(u64* barrier, u32 parity) {
+  return host::mbarrier_wait(barrier, parity, 1, "mbarrier_test_wait");
+}
+inline bool mbarrier_try_wait(u64* barrier, u32 parity) {
+  return host::mbarrier_wait(barrier, parity, 2, "mbarrier_try_wait");
+}
+inline void mbarrier_wait(u64* barrier, u32 parity) {
+  host::mbarrier_wait(barrier, parity, 0, "mbarrier_wait");
+}
+inline bool mbarrier_wait_bounded(u64* barrier, u32 parity, u32 tries) {
+  return host::mbarrier_wait(barrier, parity, tries ? tries : 1, "mbarrier_wait_bounded");
+}
+
+// ---- bulk copies
+
+inline void mbarrier_arrive_expect_tx(u64* barrier, u32 size_bytes) {
+  host::mbarrier_arrive(barrier, size_bytes, "mbarrier_arrive_expect_tx");
+}
+inline u64 evict_first_policy() { return 0; }
+inline void copy_bulk(
+    void* shared, const void* source, u32 size_bytes, u64* barrier, u64 policy = 0) {
+  host::bulk_load(shared, source, size_bytes, barrier);
+}
+inline void store_bulk(void* target, const void* shared, u32 size_bytes) {
+  host::bulk_store(target, shared, size_bytes);
+}
+inline void store_bulk_commit() { host::bulk_store_commit(); }
+template <int kPending>
+void store_bulk_wait() {
+  host::bulk_store_wait(kPending, false);
+}
+template <int kPending>
+void store_bulk_wait_read() {
+  host::bulk_store_wait(kPending, true);
+}
+inline void prefetch_bulk(const void* source, u32 size_bytes) {
+  host::bulk_prefetch(source, size_bytes);
+}
+inline void fence_proxy_async() {}
 
 // ---- tensor cores
 
@@ -345,6 +491,46 @@ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     return s;
   });
   for (int i = 0; i < 4; ++i) c[i] += sums.c[i];
+}
+
+// Sum over k of a [16, 32] b [32, 8], where a register holds four elements of a row or column.
+template <typename Sum, typename Product>
+void mma_bytes(Sum (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, const char* name, Product product) {
+  struct Fragment {
+    u32 a[4], b[2];
+  };
+  struct Sums {
+    Sum c[4];
+  };
+  const Fragment mine{{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  const u32 lane = host::current_lane();
+  const Sums sums = host::exchange(kFullMask, mine, name, [&](auto fragment) {
+    Sums s;
+    for (u32 i = 0; i < 4; ++i) {
+      const u32 row = lane / 4 + i / 2 * 8;
+      const u32 column = lane % 4 * 2 + i % 2;
+      Sum sum = 0;
+      for (u32 k = 0; k < 32; ++k) {
+        const u32 left = fragment(row % 8 * 4 + k % 16 / 4).a[row / 8 + k / 16 * 2];
+        const u32 right = fragment(column * 4 + k % 16 / 4).b[k / 16];
+        sum += product(static_cast<u8>(left >> k % 4 * 8), static_cast<u8>(right >> k % 4 * 8));
+      }
+      s.c[i] = sum;
+    }
+    return s;
+  });
+  for (int i = 0; i < 4; ++i) c[i] += sums.c[i];
+}
+
+inline void mma_m16n8k32_s8(i32 (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  mma_bytes(c, a, b0, b1, "mma_m16n8k32_s8", [](u8 x, u8 y) {
+    return static_cast<i32>(static_cast<signed char>(x)) * static_cast<signed char>(y);
+  });
+}
+template <typename TA, typename TB = TA>
+void mma_m16n8k32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  mma_bytes(c, a, b0, b1, "mma_m16n8k32",
+            [](u8 x, u8 y) { return to_float(TA{x}) * to_float(TB{y}); });
 }
 
 }  // namespace cufuse
