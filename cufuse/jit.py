@@ -533,9 +533,7 @@ def twin_check() -> bool:
     return os.environ.get("CUFUSE_TWIN_CHECK", "1") != "0"
 
 
-def _host_build(
-    target: Path, text: str, *arguments: str, libraries: Sequence[str] = ()
-) -> Path:
+def _host_build(target: Path, text: str, *arguments: str, libraries: Sequence[str] = ()) -> Path:
     """Compile C++ text into the target unless it is there; it appears whole or not at all."""
     if target.exists():
         return target

@@ -211,6 +211,7 @@ void land_bulk(std::size_t i) {
   read_source(copy);
   std::memcpy(copy.to, copy.bytes.data(), copy.size_bytes);
   if (!copy.barrier) return;
+  copy_landed(copy.to, copy.size_bytes, copy.barrier);
   Word word = unpack(copy.barrier, "copy_bulk");
   word.to_come -= static_cast<int>(copy.size_bytes);
   update(copy.barrier, word, "copy_bulk");
@@ -276,12 +277,14 @@ void thread_ends() {
 // ---- cp.async
 
 void copy_async(void* shared, const void* source, unsigned size_bytes) {
+  called_from(__builtin_return_address(0));
   if (size_bytes > 16) fault("copy_async", "not a 16-byte aligned copy");
   if ((number(shared) | (size_bytes ? number(source) : 0)) & 15) {
     fault("copy_async", "not a 16-byte aligned copy");
   }
   check_shared(shared, 16, "copy_async");
   Thread& thread = current_thread();
+  copy_begins(shared, 16, thread.copy_groups, true);
   const Landing landing = chance(2) ? Landing::late : Landing::any_time;
   const ThreadCopy copy{static_cast<unsigned char*>(shared), source, size_bytes, thread.copy_groups,
                         landing};
@@ -306,11 +309,13 @@ void copy_async_wait(int pending) {
     }
   }
   thread.copies.erase(later, thread.copies.end());
+  copies_end(thread.copy_groups - pending, true);
 }
 
 // ---- mbarrier
 
 void mbarrier_init(u64* barrier, unsigned count) {
+  called_from(__builtin_return_address(0));
   const char* name = "mbarrier_init";
   if (number(barrier) & 7) fault(name, "the mbarrier is not 8-byte aligned");
   check_shared(barrier, 8, name);
@@ -320,11 +325,13 @@ void mbarrier_init(u64* barrier, unsigned count) {
 }
 
 void mbarrier_arrive(u64* barrier, unsigned expect_bytes, const char* name) {
+  called_from(__builtin_return_address(0));
   Word word = unpack(barrier, name);
   if (word.pending == 0) {
     fault(name, "one arrival more than the mbarrier at " + place(barrier) + " counts");
   }
   if (expect_bytes > kMaxExpectBytes) fault(name, "more than 2^20 - 1 bytes are announced");
+  release(barrier);
   word.to_come += static_cast<int>(expect_bytes);
   --word.pending;
   update(barrier, word, name);
@@ -333,10 +340,13 @@ void mbarrier_arrive(u64* barrier, unsigned expect_bytes, const char* name) {
 bool mbarrier_test(u64* barrier, unsigned parity, const char* name) {
   if (parity > 1) fault(name, "the parity is neither 0 nor 1");
   land_some_bulk(true);
-  return unpack(barrier, name).phase != parity;
+  if (unpack(barrier, name).phase == parity) return false;
+  acquire(barrier);
+  return true;
 }
 
 bool mbarrier_wait(u64* barrier, unsigned parity, u64 spins, const char* name) {
+  called_from(__builtin_return_address(0));
   char reason[200];
   for (u64 spin = 0;; ++spin) {
     if (mbarrier_test(barrier, parity, name)) break;
@@ -352,8 +362,10 @@ bool mbarrier_wait(u64* barrier, unsigned parity, u64 spins, const char* name) {
 // ---- bulk copies
 
 void bulk_load(void* shared, const void* source, unsigned size_bytes, u64* barrier) {
+  called_from(__builtin_return_address(0));
   check_copy(shared, source, size_bytes, "copy_bulk");
   unpack(barrier, "copy_bulk");
+  copy_begins(shared, size_bytes, -1, true);
   BulkCopy copy{};
   copy.to = static_cast<unsigned char*>(shared);
   copy.from = static_cast<const unsigned char*>(source);
@@ -363,7 +375,9 @@ void bulk_load(void* shared, const void* source, unsigned size_bytes, u64* barri
 }
 
 void bulk_store(void* target, const void* shared, unsigned size_bytes) {
+  called_from(__builtin_return_address(0));
   check_copy(shared, target, size_bytes, "store_bulk");
+  copy_begins(shared, size_bytes, current_thread().store_groups, false);
   BulkCopy copy{};
   copy.to = static_cast<unsigned char*>(target);
   copy.from = static_cast<const unsigned char*>(shared);
@@ -375,6 +389,7 @@ void bulk_store_commit() { ++current_thread().store_groups; }
 
 void bulk_store_wait(int pending, bool only_read) {
   const int newest = current_thread().store_groups - pending;
+  copies_end(newest, false);
   std::vector<BulkCopy>& bulk = state().bulk;
   for (std::size_t i = 0; i < bulk.size();) {
     BulkCopy& copy = bulk[i];
@@ -396,6 +411,7 @@ void bulk_prefetch(const void* source, unsigned size_bytes) {
 // ---- named barriers
 
 void named_barrier(unsigned id, unsigned count, bool wait, const char* name) {
+  called_from(__builtin_return_address(0));
   if (id == 0 || id >= kNamedBarriers) fault(name, "the id is not in 1..15");
   if (count == 0 || count % 32 || count > 1024) {
     fault(name, "a count of " + std::to_string(count) + " threads is no number of warps");
@@ -416,11 +432,13 @@ void named_barrier(unsigned id, unsigned count, bool wait, const char* name) {
   barrier.count = count;
   barrier.here[self] = true;
   const unsigned generation = barrier.generation;
+  release(&barrier);
   if (++barrier.arrived == count) {
     barrier.group = barrier.here;
     barrier.here.assign(barrier.here.size(), false);
     barrier.arrived = 0;
     ++barrier.generation;
+    if (wait) acquire(&barrier);
     if (wait && chance(4)) yield(name);
     return;
   }
@@ -433,6 +451,7 @@ void named_barrier(unsigned id, unsigned count, bool wait, const char* name) {
     }
     yield(reason);
   }
+  acquire(&barrier);
 }
 
 }  // namespace cufuse::host

@@ -47,6 +47,22 @@ inline unsigned current_lane() { return cta->current->index % 32; }
 // Hand over to another fiber that is still running.
 void yield(const char* reason);
 
+// ---- what the race check has to know of what the compiler does not see
+
+// The caller's place in the kernel, for reports; our own functions that a kernel calls say it.
+void called_from(const void* return_address);
+// Who acquires an object has seen all that was done before its releases.
+void release(const void* object);
+void acquire(const void* object);
+void accessed(const void* shared, unsigned size_bytes, bool is_write);
+// The calling thread's copy may touch shared memory from now on until `copies_end` of its group
+// or, with group -1, until `copy_landed`, which releases the object.
+void copy_begins(const void* shared, unsigned size_bytes, int group, bool is_write);
+void copies_end(int newest_group, bool is_write);
+void copy_landed(const void* shared, unsigned size_bytes, const void* object);
+
+// ---- barriers
+
 // __syncthreads in all its forms: returns how many threads came with a true predicate.
 unsigned block_barrier(bool predicate, const char* name);
 
