@@ -579,8 +579,8 @@ def _host_library(made: Kernel, check: bool) -> Any:
     _host_runtime()
     text = _HOST_MAIN.format(file=made.file, expression=made.expression)
     state = hashlib.sha256("\0".join((text, (sources() / made.file).read_text())).encode())
-    name = made.name + ("-check" if check else "")
-    library = _host_folder() / f"{name}-{state.hexdigest()[:40]}.so"
+    state.update(" ".join(HOST_CHECK_FLAGS).encode() if check else b"")
+    library = _host_folder() / f"{made.name}-{state.hexdigest()[:40]}.so"
     begin = time.perf_counter()
     if not library.exists():
         flags = HOST_CHECK_FLAGS if check else ()
