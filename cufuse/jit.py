@@ -577,8 +577,9 @@ def _host_runtime() -> Any:
 @functools.cache
 def _host_library(made: Kernel, check: bool) -> Any:
     _host_runtime()
-    text = _HOST_MAIN.format(file=made.file, expression=made.expression)
-    state = hashlib.sha256("\0".join((text, (sources() / made.file).read_text())).encode())
+    file = made.file if made.root is None else made.path
+    text = _HOST_MAIN.format(file=file, expression=made.expression)
+    state = hashlib.sha256("\0".join((text, made.path.read_text())).encode())
     state.update(" ".join(HOST_CHECK_FLAGS).encode() if check else b"")
     library = _host_folder() / f"{made.name}-{state.hexdigest()[:40]}.so"
     begin = time.perf_counter()
@@ -621,11 +622,10 @@ def _with_places(message: str, library: str) -> str:
     def place(match: re.Match[str]) -> str:
         addresses = [int(word, 16) for word in match.groups()]
         frames = [frame for address in addresses for frame in places.get(address, [])]
-        host = f"{sources() / 'host'}{os.sep}"
-        kernel = [frame for frame in frames if not os.path.normpath(frame).startswith(host)]
-        if not kernel:
-            return f"at +0x{match[1]}"
-        return "at " + os.path.normpath(kernel[0]).removeprefix(f"{sources().parent}{os.sep}")
+        # A precompiled header names the checkout that it was built in.
+        inside = [frame.rpartition("kernels_cu/")[2] for frame in frames]
+        kernel = [frame for frame in inside if not frame.startswith(("host/", "/"))]
+        return f"at kernels_cu/{kernel[0]}" if kernel else f"at +0x{match[1]}"
 
     return _PLACE.sub(place, message)
 
