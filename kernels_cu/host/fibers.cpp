@@ -339,7 +339,7 @@ RunningFiber& choose(RunningCta& c) {
   const std::size_t n = c.ready.size();
   if (c.style == 0 && random % 4) return c.fibers[c.ready.back()];
   std::size_t place = (random >> 8) % n;
-  if (c.style == 1) {
+  if (c.style == 1 && random % 16) {
     for (int i = 0; i < 3 && c.ready[place] / 32 == c.slow_warp; ++i) place = next_random(c) % n;
   }
   return c.fibers[c.ready[place]];
