@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from cufuse import device
+from cufuse import device, jit
 
 DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 # Relative L2 error that one op may have against float64 on the same inputs.
 TOLERANCE = {"float32": 1e-5, "float16": 6e-4, "bfloat16": 4e-3}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Another seed interleaves the twin's threads differently in every test."""
+    parser.addoption("--twin-seed", type=int, default=0)
+
+
+@pytest.fixture(autouse=True)
+def twin_seed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the test with the seed of the command line, where it sets no other."""
+    with jit.twin_seed(request.config.getoption("--twin-seed")):
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
