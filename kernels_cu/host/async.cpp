@@ -350,7 +350,10 @@ bool mbarrier_wait(u64* barrier, unsigned parity, u64 spins, const char* name) {
   char reason[200];
   for (u64 spin = 0;; ++spin) {
     if (mbarrier_test(barrier, parity, name)) break;
-    if (spins && spin + 1 >= spins) return false;
+    if (spins && spin + 1 >= spins) {
+      yield(name);  // who polls lets the others go on
+      return false;
+    }
     if (spin % 64 == 0) describe(reason, sizeof reason, barrier, parity, name);
     yield(reason);
   }
