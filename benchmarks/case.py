@@ -193,9 +193,12 @@ def run_on_gpu(
 
 
 def run_on_cpu(
-    case: Case, engines: tuple[str, ...], *, repetitions: int, checked: bool
+    case: Case, engines: tuple[str, ...], *, repetitions: int, checked: bool, where: str = "cpu"
 ) -> Iterator[Row]:
-    """Time NumPy and count what the kernels would launch and move; yields a row for each engine."""
+    """Time NumPy and count what the kernels would launch and move; yields a row for each engine.
+
+    where: "cpu", or "cpu-kernels" to verify the kernels on the CPU twin too
+    """
     for engine in engines:
         if engine == "reference":
             a = case.arrays("numpy")
@@ -216,8 +219,12 @@ def run_on_cpu(
         else:
             with jit.record(dry=True) as record:
                 getattr(case, engine)(case.arrays("twin", filled=False))
+            verified = checked and where == "cpu-kernels"
             yield case.row(
-                engine, launches_per_token=len(record.launches), moved_bytes=record.size_bytes
+                engine,
+                launches_per_token=len(record.launches),
+                moved_bytes=record.size_bytes,
+                max_rel_err=case.verify(case.arrays("twin"), engine) if verified else None,
             )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from cufuse import device
 from cufuse.benchmarks.prompt import ENCODER_TOKENS, Prompt
 from cufuse.benchmarks.rows import Row
 from cufuse.benchmarks.subject import Subject, Test
@@ -24,16 +26,17 @@ def run(
     """Verify and time a model's engines; yields a row for each test and engine.
 
     name: a preset (random weights), or a model to load
-    where: "cuda", or "cpu" to time the reference and count what the kernels would launch and move
+    where: "cuda", or "cpu" to time the reference and count what the kernels would launch and move,
+        or "cpu-kernels" to verify them on the CPU twin too
     chosen: the engines
     tests: an encoder cannot decode and reads prompts only, one of ENCODER_TOKENS if there is none
     """
-    subject = Subject(name, where, dtype)
+    subject = Subject(name, "cuda" if where == "cuda" else "cpu", dtype)
     if not subject.config.has_head:
         tests = _prompts(tests)
     for test in tests:
         test.check(subject.config)
-    compared = checked and (where == "cuda" or "reference" in chosen)
+    compared = checked and (where != "cpu" or "reference" in chosen)
     for test in tests:
         oracle = test.oracle(subject) if compared else None
         for engine in chosen:
@@ -42,7 +45,9 @@ def run(
             elif where == "cuda":
                 yield test.on_gpu(subject, engine, repetitions=repetitions, oracle=oracle)
             else:
-                yield test.counted(subject, engine)
+                verified = oracle is not None and where == "cpu-kernels"
+                error = oracle.error(engine, device.twin, name) if verified else None
+                yield dataclasses.replace(test.counted(subject, engine), max_rel_err=error)
 
 
 def _prompts(tests: Sequence[Test]) -> list[Test]:

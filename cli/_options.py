@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import click
 import numpy as np
 
-from cufuse import device
+from cufuse import device, jit
 from cufuse.benchmarks.rows import FORMATS
 from cufuse.cli._errors import NOT_AVAILABLE, Failure
 from cufuse.engines import ENGINES
@@ -17,10 +17,11 @@ from cufuse.engines import ENGINES
 device_option = click.option(
     "--device",
     "device_name",
-    type=click.Choice(["auto", "cuda", "cpu"]),
+    type=click.Choice(["auto", "cuda", "cpu", "cpu-kernels"]),
     default="auto",
     show_default=True,
-    help="Where to run; auto takes the GPU if there is one.",
+    help="Where to run; auto takes the GPU if there is one. cpu-kernels runs the CUDA kernels on "
+    "the CPU (needs g++): very slow, an aid for debugging them.",
 )
 engine_choice = click.Choice(ENGINES)
 
@@ -103,9 +104,19 @@ def numbers(
 
 
 def resolve_device(name: str) -> str:
-    """Return "cuda" or "cpu"; a GPU that is asked for and not there exits with 4."""
+    """Return "cuda", "cpu" or "cpu-kernels", and say on stderr what the last one is.
+
+    A GPU or a compiler that is asked for and not there exits with 4.
+    """
     if name == "auto":
         return "cuda" if device.gpu_available() else "cpu"
     if name == "cuda" and not device.gpu_available():
         raise Failure(f"--device cuda: {device.gpu_problem()}", NOT_AVAILABLE)
+    if name == "cpu-kernels":
+        jit.host_compiler()
+        click.echo(
+            "cpu-kernels: the CUDA kernels run on the CPU, thread by thread; this is very slow, an "
+            "aid for debugging them.",
+            err=True,
+        )
     return name

@@ -156,7 +156,7 @@ def bench(
     Its tests are named as in llama-bench: tg128 @ d512 decodes 128 tokens behind 512 in the cache,
     pp512 processes a prompt of 512. Every result is checked against float64 before it is timed; a
     wrong one exits with 3. Without a GPU launches and bytes are counted and the NumPy reference is
-    timed.
+    timed; with --device cpu-kernels the kernels are checked as well.
     """
     where = resolve_device(device_name)
     chosen = tuple(engine_names) or ENGINES
@@ -181,8 +181,10 @@ def bench(
 
     def rows() -> Iterator[Row]:
         for one in ops:
-            run = case.run_on_gpu if on_gpu else case.run_on_cpu
-            yield from run(one, chosen, **common)
+            if on_gpu:
+                yield from case.run_on_gpu(one, chosen, **common)
+            else:
+                yield from case.run_on_cpu(one, chosen, where=where, **common)
         if name not in (None, "decode"):
             return
         for model in model_names or (_GPU_MODELS if on_gpu else _CPU_MODELS):
@@ -237,7 +239,11 @@ def _ops(
     classes = [cases()[name]] if name in cases() else cases().values()
     made = []
     for kind in classes:
-        standard = kind.gpu_sizes if where == "cuda" else kind.cpu_sizes
+        standard = {
+            "cuda": kind.gpu_sizes,
+            "cpu": kind.cpu_sizes,
+            "cpu-kernels": (kind.small_size,),
+        }[where]
         try:
             wanted = [case.parse_sizes(text) for text in sizes] or standard
             made += [kind(size, dtype) for dtype in kinds for size in wanted]
@@ -266,6 +272,13 @@ def _check_plot(plot: Path) -> None:
 
 def _announce(where: str) -> None:
     """Say on stderr what the numbers are about."""
+    if where == "cpu-kernels":
+        click.echo(
+            "Launches and bytes are counted and results are checked; only the NumPy reference is "
+            "timed.",
+            err=True,
+        )
+        return
     if where == "cpu":
         problem = device.gpu_problem()
         why = problem[0].upper() + problem[1:] if problem else "On the CPU"

@@ -26,6 +26,7 @@ Examples:
   cufuse generate --model smollm2-135m "What is the capital of France?"
   echo "Once upon a time" | cufuse generate --model model.gguf --raw --temperature 0.8
   cufuse generate --model tiny --ids 1,2,3
+  cufuse generate --model tiny --ids 1,2,3 -n 2 --device cpu-kernels
 """
 )
 @click.argument("prompt", required=False)
@@ -124,7 +125,7 @@ def generate(
     ids = _ids(model, text, chat, as_ids)
     tokens = model.generate(
         ids,
-        engine=engine or ("fused" if where == "cuda" else "reference"),
+        engine=engine or ("reference" if where == "cpu" else "fused"),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,

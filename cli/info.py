@@ -108,7 +108,9 @@ def _host_compiler(missing: dict[str, str]) -> str | None:
     try:
         compiler = jit.host_compiler()
     except device.Unsupported as error:
-        missing["C++ compiler (only for tests on the CPU twin)"] = str(error).rsplit(": ", 1)[-1]
+        missing["C++ compiler (only for tests and --device cpu-kernels)"] = str(error).rsplit(
+            ": ", 1
+        )[-1]
         return None
     done = subprocess.run([compiler, "--version"], capture_output=True, text=True)
     return f"{shutil.which(compiler)} ({(done.stdout.splitlines() or [''])[0]})"

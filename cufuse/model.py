@@ -94,7 +94,7 @@ class Model:
         ids: [n]
 
         Returns [n, vocab_size] (for an encoder the hidden states, [n, dim]) in the model's dtype, a
-        NumPy array on "cpu" and a CuPy array on "cuda". Raises ValueError as `generate`.
+        CuPy array on "cuda" and else a NumPy array. Raises ValueError as `generate`.
         """
         c = self.config
         prompt = loop.check_ids("forward", ids, c.vocab_size)
@@ -133,8 +133,9 @@ def load(
 
     path_or_preset: a GGUF file, a folder with config.json and safetensors, the name of a model that
         was pulled ("smollm2-135m"), or a preset ("tiny-moe"; `cufuse.config.PRESETS`)
-    device: "cuda", "cuda:1" or "cpu"
-    dtype: "float32", "float16" or "bfloat16"; bfloat16 on a GPU and float32 on the CPU if left out
+    device: "cuda", "cuda:1", "cpu", or "cpu-kernels" to run the kernels on the CPU: very slow, an
+        aid for debugging them that needs g++
+    dtype: "float32", "float16" or "bfloat16"; float32 on "cpu" and bfloat16 elsewhere if left out
     seed: random weights of a preset with this seed, even when real ones were pulled
 
     Returns a Model. Raises UnknownModel (a ValueError), FileNotFoundError, cufuse.Unsupported, or
@@ -166,7 +167,7 @@ def _place(name: str) -> tuple[str, int]:
     """Turn "cuda:1" into an array kind and a GPU number; raises when there is no such GPU."""
     base, _, number = str(name).partition(":")
     if base not in _KINDS or (number and not (base == "cuda" and number.isdigit())):
-        raise ValueError(f"load: device is {name!r}, wanted cuda, cuda:1 or cpu")
+        raise ValueError(f"load: device is {name!r}, wanted cuda, cuda:1, cpu or cpu-kernels")
     if base == "cuda":
         problem = devices.gpu_problem()
         if problem:

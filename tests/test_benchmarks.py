@@ -193,6 +193,30 @@ def test_ops_table_counts_launches_and_bytes():
     assert "launches and bytes are counted" in result.stderr
 
 
+@pytest.mark.cpu_kernels
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("linear", "--size", "3x24x16"),
+        ("-m", "tiny", "-d", "8", "-n", "2"),
+        ("-m", "tiny", "-p5", "-n0"),
+    ],
+    ids=["op", "decode", "prompt"],
+)
+def test_kernels_on_the_cpu_are_checked_and_not_timed(monkeypatch, arguments):
+    arguments = (*arguments, "--device", "cpu-kernels", "-r", "1", "-o", "jsonl")
+    result = bench(*arguments)
+    made = {row["engine"]: row for row in found(result)}
+    assert set(made) == {"reference", "unfused", "fused"}
+    for engine in ("unfused", "fused"):
+        assert 0 < made[engine]["max_rel_err"] < 4e-2 and made[engine]["launches_per_token"] > 0
+        assert made[engine]["ms_per_step"] is None
+    assert "results are checked" in result.stderr and "very slow" in result.stderr
+    for limits in (verify.OP_LIMIT, verify.MODEL_LIMIT):
+        monkeypatch.setitem(limits, "bfloat16", 1e-9)
+    assert bench(*arguments, "-e", "fused").exit_code == 3
+
+
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
 def test_decode_table_has_a_row_for_each_engine(model):
     result = bench(

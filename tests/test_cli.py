@@ -129,6 +129,31 @@ def test_model_without_tokenizer_wants_ids(cufuse):
     assert_fails(generate(cufuse, "Hello"), 2, "no tokenizer; give ids, such as --ids 1,2,3")
 
 
+@pytest.mark.cpu_kernels
+def test_kernels_on_the_cpu_say_the_same_and_are_said_to_be_slow(cufuse):
+    arguments = ("generate", "--model", "tiny", "--dtype", "float32", "--ids", "1,2,3", "-n", "3")
+    result = cufuse(*arguments, "--device", "cpu-kernels")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == cufuse(*arguments, "--device", "cpu").stdout
+    assert re.search("very slow, an aid for debugging", result.stderr)
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_help_says_that_kernels_on_the_cpu_are_slow(cufuse, command):
+    text = re.sub(r"\s+", " ", cufuse(command, "--help").stdout)
+    assert re.search(r"cpu-kernels runs .* very slow, an aid for debugging", text)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("generate", "--model", "tiny", "--ids", "1"), ("bench", "linear")]
+)
+def test_kernels_on_the_cpu_without_a_compiler_exit_4(cufuse, monkeypatch, tmp_path, arguments):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    result = cufuse(*arguments, "--device", "cpu-kernels")
+    assert_fails(result, 4, r"a C\+\+ compiler and g\+\+ is not there: apt install g\+\+")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -175,6 +200,17 @@ def test_info_names_what_is_missing(cufuse, no_gpu):
     assert {"cufuse", "python", "numpy", "cupy", "nvrtc", "gpu", "g++", "missing"} <= set(found)
     assert "finds no GPU" in found["missing"]["GPU"]
     assert "finds no GPU" in cufuse("info").stdout
+
+
+def test_info_says_what_the_compiler_is_for(cufuse, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    found = json.loads(cufuse("info", "--json").stdout)
+    assert found["g++"] is None
+    cures = {
+        name: cure for name, cure in found["missing"].items() if "--device cpu-kernels" in name
+    }
+    assert list(cures.values()) == ["apt install g++"]
 
 
 def test_pull_lists_what_there_is(cufuse):

@@ -16,7 +16,7 @@ def tiny():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"device": "gpu"}, "load: device is 'gpu', wanted cuda, cuda:1 or cpu"),
+        ({"device": "gpu"}, "load: device is 'gpu', wanted cuda, cuda:1, cpu or cpu-kernels"),
         ({"device": None}, "load: device is None, wanted"),
         ({"device": 0}, "load: device is 0, wanted"),
         ({"dtype": "int8"}, "load: dtype is 'int8', wanted one of float32, float16, bfloat16"),
