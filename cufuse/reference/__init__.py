@@ -9,6 +9,7 @@ from cufuse.reference.embed import embed
 from cufuse.reference.linear import activation, add, gated_linear, glu, linear, matmul, mul
 from cufuse.reference.moe import combine, expert_matmul, moe, moe_route, router_logits, topk
 from cufuse.reference.norm import layernorm, rmsnorm
+from cufuse.reference.pack import pack, unpack
 from cufuse.reference.rope import rope, rope_frequencies, rope_table
 from cufuse.reference.sampling import argmax, sample
 
@@ -29,6 +30,7 @@ __all__ = [
     "moe",
     "moe_route",
     "mul",
+    "pack",
     "rmsnorm",
     "rope",
     "rope_append",
@@ -39,5 +41,6 @@ __all__ = [
     "scores",
     "softmax",
     "topk",
+    "unpack",
     "values",
 ]
