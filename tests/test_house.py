@@ -88,7 +88,7 @@ def test_only_hw_has_inline_ptx():
 def test_ptx_that_touches_memory_says_so():
     text = (KERNELS / "device" / "hw.cuh").read_text()
     for block in re.findall(r"asm volatile\((.*?)\);", text, re.DOTALL):
-        if re.search(r'"(ld|st|red|atom|cp\.|mbarrier|fence|bar|ldmatrix)', block):
+        if re.search(r'"(ld|st|red|atom|cp\.|mbarrier|fence|bar|ldmatrix|wgmma)', block):
             assert '"memory"' in block, block
 
 

@@ -243,6 +243,12 @@ CUFUSE_DEVICE u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
+}  // namespace cufuse
+
+#include "device/swizzle.cuh"  // which is written in the words above
+
+namespace cufuse {
+
 // Copy 16 bytes from global to shared memory without registers; of these `size_bytes` (0..16) come
 // from `source`, the rest are zeros. Both addresses are 16-byte aligned.
 CUFUSE_DEVICE void copy_async(void* shared, const void* source, u32 size_bytes) {
@@ -401,19 +407,49 @@ CUFUSE_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "
 
 // ---- tensor cores
 
-// Four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
-CUFUSE_DEVICE void load_matrix(u32 (&r)[4], const void* shared) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(shared))
-               : "memory");
+// One, two or four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix
+// l / 8, 16-byte aligned. Then r[i] of lane l holds columns 2 (l % 4) and the next of row l / 4 of
+// matrix i, transposed the same rows of a column.
+template <int kMatrices>
+CUFUSE_DEVICE void load_matrix(u32 (&r)[kMatrices], const void* shared) {
+  static_assert(kMatrices == 1 || kMatrices == 2 || kMatrices == 4, "ldmatrix has x1, x2 and x4");
+  if constexpr (kMatrices == 1) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];"
+                 : "=r"(r[0])
+                 : "r"(shared_address(shared))
+                 : "memory");
+  } else if constexpr (kMatrices == 2) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(shared_address(shared))
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(shared))
+                 : "memory");
+  }
 }
 
-CUFUSE_DEVICE void load_matrix_transposed(u32 (&r)[4], const void* shared) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(shared))
-               : "memory");
+template <int kMatrices>
+CUFUSE_DEVICE void load_matrix_transposed(u32 (&r)[kMatrices], const void* shared) {
+  static_assert(kMatrices == 1 || kMatrices == 2 || kMatrices == 4, "ldmatrix has x1, x2 and x4");
+  if constexpr (kMatrices == 1) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
+                 : "=r"(r[0])
+                 : "r"(shared_address(shared))
+                 : "memory");
+  } else if constexpr (kMatrices == 2) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(shared_address(shared))
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(shared))
+                 : "memory");
+  }
 }
 
 // c [16, 8] += a [16, 16] b [16, 8], fragments in PTX's order for m16n8k16.
@@ -472,6 +508,166 @@ CUFUSE_DEVICE void mma_m16n8k32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1
 }
 
 #endif  // sm_89
+
+// ---- tensor cores of sm_90a: a warpgroup multiplies, from shared memory, beside its threads
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+constexpr bool kHasWgmma = true;
+
+// A number as PTX writes it.
+template <int kN, char... kTail>
+struct NumberPtx : NumberPtx<kN / 10, '0' + kN % 10, kTail...> {};
+template <char... kTail>
+struct NumberPtx<0, kTail...> {
+  static constexpr char kText[] = {kTail..., 0};
+};
+
+template <typename T>
+struct WgmmaPtx;
+template <>
+struct WgmmaPtx<bfloat16> {
+  static constexpr char kText[] = "k16.f32.bf16.bf16 ";
+};
+template <>
+struct WgmmaPtx<half> {
+  static constexpr char kText[] = "k16.f32.f16.f16 ";
+};
+
+// The text of a wgmma names 128 accumulators; a comment takes away those that there are not.
+template <bool kHere>
+struct CommentPtx {
+  static constexpr char kOpen[] = "";
+  static constexpr char kClose[] = "";
+};
+template <>
+struct CommentPtx<true> {
+  static constexpr char kOpen[] = "/*";
+  static constexpr char kClose[] = "*/";
+};
+
+template <int kIndex, int kSums>
+CUFUSE_DEVICE float& sum_or(float (&d)[kSums], float& none) {
+  if constexpr (kIndex < kSums) {
+    return d[kIndex];
+  } else {
+    return none;
+  }
+}
+
+#define CUFUSE_SUMS_TEXT                                                                 \
+  "%0, %1, %2, %3%129, %4, %5, %6, %7%130, %8, %9, %10, %11%131, %12, %13, %14, %15"     \
+  "%132, %16, %17, %18, %19%133, %20, %21, %22, %23%134, %24, %25, %26, %27"             \
+  "%135, %28, %29, %30, %31%136, %32, %33, %34, %35%137, %36, %37, %38, %39"             \
+  "%138, %40, %41, %42, %43%139, %44, %45, %46, %47%140, %48, %49, %50, %51"             \
+  "%141, %52, %53, %54, %55%142, %56, %57, %58, %59%143, %60, %61, %62, %63"             \
+  "%144, %64, %65, %66, %67%145, %68, %69, %70, %71%146, %72, %73, %74, %75"             \
+  "%147, %76, %77, %78, %79%148, %80, %81, %82, %83%149, %84, %85, %86, %87"             \
+  "%150, %88, %89, %90, %91%151, %92, %93, %94, %95%152, %96, %97, %98, %99"             \
+  "%153, %100, %101, %102, %103%154, %104, %105, %106, %107%155, %108, %109, %110, %111" \
+  "%156, %112, %113, %114, %115%157, %116, %117, %118, %119%158, %120, %121, %122, %123" \
+  "%159, %124, %125, %126, %127%160"
+#define CUFUSE_SUMS_4(i)                                                                \
+  "+f"(sum_or<i>(d, none)), "+f"(sum_or<i + 1>(d, none)), "+f"(sum_or<i + 2>(d, none)), \
+      "+f"(sum_or<i + 3>(d, none))
+#define CUFUSE_SUMS_32(i)                                                              \
+  CUFUSE_SUMS_4(i), CUFUSE_SUMS_4(i + 4), CUFUSE_SUMS_4(i + 8), CUFUSE_SUMS_4(i + 12), \
+      CUFUSE_SUMS_4(i + 16), CUFUSE_SUMS_4(i + 20), CUFUSE_SUMS_4(i + 24), CUFUSE_SUMS_4(i + 28)
+#define CUFUSE_SUMS CUFUSE_SUMS_32(0), CUFUSE_SUMS_32(32), CUFUSE_SUMS_32(64), CUFUSE_SUMS_32(96)
+#define CUFUSE_END(n) "C"(CommentPtx<kSums == n>::kOpen)
+#define CUFUSE_ENDS                                                                             \
+  CUFUSE_END(4), CUFUSE_END(8), CUFUSE_END(12), CUFUSE_END(16), CUFUSE_END(20), CUFUSE_END(24), \
+      CUFUSE_END(28), CUFUSE_END(32), CUFUSE_END(36), CUFUSE_END(40), CUFUSE_END(44),           \
+      CUFUSE_END(48), CUFUSE_END(52), CUFUSE_END(56), CUFUSE_END(60), CUFUSE_END(64),           \
+      CUFUSE_END(68), CUFUSE_END(72), CUFUSE_END(76), CUFUSE_END(80), CUFUSE_END(84),           \
+      CUFUSE_END(88), CUFUSE_END(92), CUFUSE_END(96), CUFUSE_END(100), CUFUSE_END(104),         \
+      CUFUSE_END(108), CUFUSE_END(112), CUFUSE_END(116), CUFUSE_END(120), CUFUSE_END(124),      \
+      "C"(CommentPtx<(kSums < 128)>::kClose)
+
+// d [64, n] (+)= a [64, 16] b [16, n], n twice the accumulators of a thread: 8 to 256 in steps of
+// 8. All four warps of a warpgroup (four neighbours, the first a multiple of 4) come with the same
+// descriptors; warp w has rows 16 w to 16 w + 15, a and d in the order of mma_m16n8k16: d's columns
+// 8 j to 8 j + 7 are d[4 j] to d[4 j + 3]. Without `accumulate` d starts at zero.
+//
+// Around a chain of products: `wgmma_fence` after registers that take part were touched, and
+// `wgmma_commit`, `wgmma_wait` after it. In between d, a and the shared memory stay untouched.
+template <typename T, Major kMajorA = Major::k, Major kMajorB = Major::k, int kSums>
+CUFUSE_DEVICE void wgmma(float (&d)[kSums], u64 a, u64 b, bool accumulate) {
+  static_assert(kSums % 4 == 0 && kSums <= 128, "n is 8, 16, ... 256");
+  float none = 0.0f;
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %161, 0; wgmma.mma_async.sync.aligned.m64n%162%163"
+      "{" CUFUSE_SUMS_TEXT "}, %164, %128, p, 1, 1, %165, %166;}"
+      : CUFUSE_SUMS
+      : "l"(b), CUFUSE_ENDS, "r"(static_cast<u32>(accumulate)), "C"(NumberPtx<kSums * 2>::kText),
+        "C"(WgmmaPtx<T>::kText), "l"(a), "n"(kMajorA == Major::mn), "n"(kMajorB == Major::mn)
+      : "memory");
+}
+
+// The same with a in registers.
+template <typename T, Major kMajorB = Major::k, int kSums>
+CUFUSE_DEVICE void wgmma(float (&d)[kSums], const u32 (&a)[4], u64 b, bool accumulate) {
+  static_assert(kSums % 4 == 0 && kSums <= 128, "n is 8, 16, ... 256");
+  float none = 0.0f;
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %161, 0; wgmma.mma_async.sync.aligned.m64n%162%163"
+      "{" CUFUSE_SUMS_TEXT "}, {%164, %165, %166, %167}, %128, p, 1, 1, %168;}"
+      : CUFUSE_SUMS
+      : "l"(b), CUFUSE_ENDS, "r"(static_cast<u32>(accumulate)), "C"(NumberPtx<kSums * 2>::kText),
+        "C"(WgmmaPtx<T>::kText), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]),
+        "n"(kMajorB == Major::mn)
+      : "memory");
+}
+
+#undef CUFUSE_SUMS_TEXT
+#undef CUFUSE_SUMS_4
+#undef CUFUSE_SUMS_32
+#undef CUFUSE_SUMS
+#undef CUFUSE_END
+#undef CUFUSE_ENDS
+
+// Keep the compiler from moving what it does with registers over this place.
+CUFUSE_DEVICE void pin(float& v) { asm volatile("" : "+f"(v)::"memory"); }
+CUFUSE_DEVICE void pin(u32& v) { asm volatile("" : "+r"(v)::"memory"); }
+template <typename T, int kCount>
+CUFUSE_DEVICE void pin(T (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) pin(values[i]);
+}
+
+// Order what this thread did with registers before the products that come after; `registers` are
+// the accumulators, and fragments of a, that were written.
+template <typename... Registers>
+CUFUSE_DEVICE void wgmma_fence(Registers&... registers) {
+  (pin(registers), ...);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+CUFUSE_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Wait until at most kPending of the newest groups are in flight; `sums` are all accumulators that
+// are used afterwards.
+template <int kPending, typename... Sums>
+CUFUSE_DEVICE void wgmma_wait(Sums&... sums) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+  (pin(sums), ...);
+}
+
+#else
+
+constexpr bool kHasWgmma = false;
+
+template <typename T, Major kMajorA = Major::k, Major kMajorB = Major::k, int kSums, typename A>
+CUFUSE_DEVICE void wgmma(float (&)[kSums], const A&, u64, bool) {
+  static_assert(sizeof(T) == 0, "wgmma is an instruction of sm_90a alone: ask kHasWgmma first");
+}
+template <typename... Registers>
+CUFUSE_DEVICE void wgmma_fence(Registers&...) {}
+CUFUSE_DEVICE void wgmma_commit() {}
+template <int kPending, typename... Sums>
+CUFUSE_DEVICE void wgmma_wait(Sums&...) {}
+
+#endif  // sm_90a
 
 }  // namespace cufuse
 
