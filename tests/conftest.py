@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -16,10 +17,36 @@ DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 # Relative L2 error that one op may have against float64 on the same inputs.
 TOLERANCE = {"float32": 1e-5, "float16": 6e-4, "bfloat16": 4e-3}
 
+KERNELS = jit.sources()
+RAN: set[str] = set()  # the file and the name of every kernel that ran on the twin in this process
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Another seed interleaves the twin's threads differently in every test."""
-    parser.addoption("--twin-seed", type=int, default=0)
+    parser.addoption("--twin-seed", type=int, default=0, help="interleaves the twin's threads")
+    parser.addoption("--kernels-ran", type=Path, help="append the twin's kernels to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Note which kernels run on the twin, where the command line asks for it."""
+    if not config.getoption("--kernels-ran"):
+        return
+    run = jit._host_run
+
+    def noted(made: jit.Kernel, *rest: Any) -> None:
+        run(made, *rest)
+        if made.path.is_relative_to(KERNELS):  # and is no copy with a fault planted into it
+            RAN.add(f"{made.file} {made.name}")
+
+    jit._host_run = noted
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Add this process' kernels to the file; with xdist each worker comes here."""
+    path = session.config.getoption("--kernels-ran")
+    if path and RAN:
+        with path.open("a") as file:
+            file.write("".join(f"{kernel}\n" for kernel in sorted(RAN)))
 
 
 @pytest.fixture(autouse=True)

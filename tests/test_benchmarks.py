@@ -140,9 +140,9 @@ def test_engine_error_is_seen(rng):
     ],
 )
 def test_kernels_of_a_prompt_verify(monkeypatch, model, engine, kind):
-    """In pieces of 20 and 13 for decoders: the second begins behind a filled cache."""
-    monkeypatch.setattr(prompt, "PREFILL_ROWS", 20)
-    oracle = Prompt(2, 33).oracle(Subject(model, "cpu", np.dtype(np.float32)))
+    """In pieces of 17 and 6 for decoders: the second begins behind a filled cache."""
+    monkeypatch.setattr(prompt, "PREFILL_ROWS", 17)
+    oracle = Prompt(2, 23).oracle(Subject(model, "cpu", np.dtype(np.float32)))
     upload = device.twin if kind == "twin" else device.require_cupy().asarray
     assert oracle.error(engine, upload, model) < 1e-5
 
@@ -203,18 +203,24 @@ def test_ops_table_counts_launches_and_bytes():
     ],
     ids=["op", "decode", "prompt"],
 )
-def test_kernels_on_the_cpu_are_checked_and_not_timed(monkeypatch, arguments):
-    arguments = (*arguments, "--device", "cpu-kernels", "-r", "1", "-o", "jsonl")
-    result = bench(*arguments)
+def test_kernels_on_the_cpu_are_checked_and_not_timed(arguments):
+    result = bench(*arguments, "--device", "cpu-kernels", "-r", "1", "-o", "jsonl")
     made = {row["engine"]: row for row in found(result)}
     assert set(made) == {"reference", "unfused", "fused"}
     for engine in ("unfused", "fused"):
         assert 0 < made[engine]["max_rel_err"] < 4e-2 and made[engine]["launches_per_token"] > 0
         assert made[engine]["ms_per_step"] is None
     assert "results are checked" in result.stderr and "very slow" in result.stderr
+
+
+@pytest.mark.cpu_kernels
+@pytest.mark.parametrize(
+    "arguments", [("linear", "--size", "3x24x16"), ("-m", "tiny", "-p5", "-n0")]
+)
+def test_kernel_on_the_cpu_beyond_the_limit_exits_3(monkeypatch, arguments):
     for limits in (verify.OP_LIMIT, verify.MODEL_LIMIT):
         monkeypatch.setitem(limits, "bfloat16", 1e-9)
-    assert bench(*arguments, "-e", "fused").exit_code == 3
+    assert bench(*arguments, "--device", "cpu-kernels", "-e", "fused", "-r", "1").exit_code == 3
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
