@@ -604,8 +604,11 @@ def _host_library(made: Kernel, check: bool) -> Any:
 _PLACE = re.compile(r"<at ([0-9a-f]+) ([0-9a-f]+)>")
 
 
-def _with_places(message: str, library: str) -> str:
-    """Put file and line where the runtime named addresses of the kernel's library."""
+def _with_places(message: str, library: str, root: Path | None) -> str:
+    """Put file and line where the runtime named addresses of the kernel's library.
+
+    root: where the kernel's file lies, if it is not kernels_cu
+    """
     found = {address for pair in _PLACE.findall(message) for address in pair if address != "0"}
     addresses = sorted(found)
     tool = shutil.which("addr2line")
@@ -624,10 +627,14 @@ def _with_places(message: str, library: str) -> str:
     def place(match: re.Match[str]) -> str:
         addresses = [int(word, 16) for word in match.groups()]
         frames = [frame for address in addresses for frame in places.get(address, [])]
-        # A precompiled header names the checkout that it was built in.
-        inside = [frame.rpartition("kernels_cu/")[2] for frame in frames]
-        kernel = [frame for frame in inside if not frame.startswith(("host/", "/"))]
-        return f"at kernels_cu/{kernel[0]}" if kernel else f"at +0x{match[1]}"
+        for frame in frames:
+            if root is not None and frame.startswith(f"{root}/"):
+                return f"at {root.name}/{frame[len(f'{root}/') :]}"
+            # A precompiled header names the checkout that it was built in.
+            inside = frame.rpartition("kernels_cu/")[2]
+            if not inside.startswith(("host/", "/")):
+                return f"at kernels_cu/{inside}"
+        return f"at +0x{match[1]}"
 
     return _PLACE.sub(place, message)
 
@@ -678,5 +685,5 @@ def _host_run(
     )
     if failed:
         device.SCRATCH.forget_twins()
-        text = _with_places(message.value.decode(), library._name)
+        text = _with_places(message.value.decode(), library._name, made.root)
         raise KernelFault(f"{made.name} on the CPU twin: {text}")

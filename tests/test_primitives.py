@@ -142,6 +142,14 @@ def test_twin_reports_faults_of_a_ring(tmp_path, monkeypatch, fault):
     assert re.search(words or ".", said), said or "no seed found it"
 
 
+@pytest.mark.cpu_kernels
+def test_report_names_lines_of_a_kernel_that_lies_elsewhere(tmp_path, monkeypatch):
+    root = mutate(tmp_path, "ring.cu", *RING_FAULTS["no wait for empty"][:2])
+    said = report(lambda: run_ring(device.twin, root, 2, 13), 8, monkeypatch)
+    place = rf"at {tmp_path.name}/ring\.cu:\d+"
+    assert re.search(place, said) and "+0x" not in said, said
+
+
 # ---- words handed over between CTAs -------------------------------------------------------------
 
 
