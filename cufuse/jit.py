@@ -443,6 +443,11 @@ def _template_value(word: str) -> Any:
 
 # ---- the CPU twin -------------------------------------------------------------------------------
 
+# NVRTC knows printf by itself.
+_HOST_HEADER = """\
+#include <cstdio>
+#include "host/hw.cuh"
+"""
 _HOST_MAIN = """
 #include "{file}"
 
@@ -489,7 +494,7 @@ def _host_digest() -> str:
         state.update(path.read_bytes())
     version = subprocess.run([host_compiler(), "--version"], capture_output=True, text=True).stdout
     flags = (*HOST_FLAGS, *HOST_CHECK_FLAGS, *HOST_LINK_FLAGS, *_host_target())
-    state.update(" ".join((version, *flags)).encode())
+    state.update(" ".join((version, *flags, _HOST_HEADER)).encode())
     return state.hexdigest()
 
 
@@ -561,11 +566,11 @@ def _host_build(target: Path, text: str, *arguments: str) -> Path:
 def _host_header(check: bool) -> Path:
     """Precompile the twin's header, which stands in front of every kernel."""
     header = _host_folder() / ("twin-check.hpp" if check else "twin.hpp")
-    text = '#include "host/hw.cuh"\n'
     if not header.exists():
-        header.write_text(text)  # read where the precompiled one does not fit
+        header.write_text(_HOST_HEADER)  # read where the precompiled one does not fit
     flags = HOST_CHECK_FLAGS if check else ()
-    _host_build(header.with_name(header.name + ".gch"), text, *flags, "-x", "c++-header")
+    precompiled = header.with_name(header.name + ".gch")
+    _host_build(precompiled, _HOST_HEADER, *flags, "-x", "c++-header")
     return header
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -159,3 +160,18 @@ def test_a_fault_leaves_no_counters_behind(monkeypatch):
         ops.softmax(device.twin(np.ones((64, 4096), np.float32)))
     monkeypatch.delenv("CUFUSE_TWIN_SECONDS")
     assert int(np.asarray(ops.argmax(x))[0]) == wanted
+
+
+@pytest.mark.cpu_kernels
+def test_kernel_prints_on_the_cpu(tmp_path, capfd):
+    (tmp_path / "say.cu").write_text(
+        '#include "device/hw.cuh"\nnamespace cufuse {\n'
+        "struct SayArgs {\n  int* x;  // [1]\n};\n"
+        "__global__ void say(const SayArgs args) {\n"
+        '  printf("thread %d: %d\\n", threadIdx.x, *args.x);\n}\n'
+        "}\n"
+    )
+    x = device.twin(np.array([42], np.int32))
+    jit.kernel("say.cu", "say", root=tmp_path).launch(1, 2, {"x": x}, like=x)
+    ctypes.CDLL(None).fflush(None)
+    assert sorted(capfd.readouterr().out.splitlines()) == ["thread 0: 42", "thread 1: 42"]
