@@ -262,9 +262,11 @@ void land_some() {
   }
   copies.erase(later, copies.end());
   land_some_bulk(false);
+  run_some_products();
 }
 
 void thread_ends() {
+  products_end();
   if (++cta->async.ended < cta->block.count() || !cta->async.in_flight) return;
   while (!state().bulk.empty()) {
     const BulkCopy& copy = state().bulk.back();

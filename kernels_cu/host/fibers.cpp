@@ -496,7 +496,9 @@ void run_cta(Launch& launch, unsigned linear, Workspace& workspace) {
     fiber.thread = {i % launch.block.x, i / launch.block.x % launch.block.y,
                     i / launch.block.x / launch.block.y};
     // All stacks begin at the same offset in a page: spread them over the cache's sets.
-    make_context(fiber.context, stacks[i].get() - i % 61 * 128, run_fiber);
+    char* stack = stacks[i].get() - i % 61 * 128;
+    make_context(fiber.context, stack, run_fiber);
+    fiber.stack_end = reinterpret_cast<unsigned char*>(stack + kStackBytes);
     make_ready(c, i);
   }
   if (n % 32) c.warps.back().exited = ~0u << (n % 32);
@@ -573,11 +575,12 @@ std::string run_grid(Launch& launch, bool cooperative) {
   auto access = [&](unsigned k, unsigned thread, Site where) {
     std::string text = k & kWrite ? "write" : "read";
     if (k & kAtomic) text = "atomic " + text;
-    if (k & kInFlight) text = "copy's " + text;
+    if (k & kInFlight) text = (k & kProxy ? "copy's or product's " : "copy's ") + text;
     return text + " by warp " + std::to_string(thread / 32) + " lane " +
            std::to_string(thread % 32) + " " + text_of(where);
   };
   std::string text = other.kind & kInFlight ? "a copy in flight was not waited for: "
+                     : kind & kProxy        ? "a store without fence_proxy_async, or a race: "
                                             : "a race in shared memory: ";
   text += access(kind, self.index, site) + " and " +
           (other.thread == c.fibers.size() ? "a copy that landed " + text_of(other.site)
@@ -615,6 +618,11 @@ inline void touched(const void* p, unsigned size, unsigned kind, const void* ret
   RunningCta& c = running();
   if (kind & kWrite) ++c.progress;
   if (!c.workspace->fixed.holds(p) && !c.workspace->is_near(p)) {
+    if (c.wgmma.used()) {
+      current_fiber().site = site_of(return_address);
+      registers_touched(p, size, kind & kWrite);
+      current_fiber().site = {};
+    }
     // A thread that polls a plain word must let the others run.
     if (--c.far_countdown) return;
     c.far_countdown = 4096;
@@ -690,7 +698,8 @@ void copy_begins(const void* shared, unsigned size_bytes, int group, bool is_wri
   RunningCta& c = running();
   RunningFiber& fiber = current_fiber();
   if (!c.launch->checked) return;
-  note(c, shared, size_bytes, kInFlight | (is_write ? kWrite : kRead), fiber.outer);
+  const unsigned kind = is_write ? kWrite : group >= 0 ? kRead | kProxy : kRead;
+  note(c, shared, size_bytes, kInFlight | kind, fiber.outer);
   if (group >= 0) fiber.copies.push_back({shared, size_bytes, group, is_write, fiber.outer});
 }
 
@@ -716,6 +725,23 @@ void copy_landed(const void* shared, unsigned size_bytes, const void* object) {
   if (Shadow* shadow = shadow_of(*c.workspace, shared))
     c.races.land(engine, *shadow, shared, size_bytes);
   c.races.release_only(engine, object);
+}
+
+void operand_begins(const void* shared, unsigned size_bytes) {
+  RunningCta& c = running();
+  if (c.launch->checked)
+    note(c, shared, size_bytes, kInFlight | kProxy | kRead, current_fiber().outer);
+}
+
+void operand_ends(const void* shared, unsigned size_bytes) {
+  RunningCta& c = running();
+  Shadow* shadow = shadow_of(*c.workspace, shared);
+  if (c.launch->checked && shadow) c.races.land(c.current->index, *shadow, shared, size_bytes);
+}
+
+void fence_proxy_async() {
+  RunningCta& c = running();
+  if (c.launch->checked) c.races.fence_proxy(c.current->index);
 }
 
 const Box* arrive(unsigned mask, const void* value, unsigned size_bytes, const char* name) {

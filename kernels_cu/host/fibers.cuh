@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "host/async.cuh"
+#include "host/wgmma.cuh"
 
 namespace cufuse::host {
 
@@ -25,6 +26,7 @@ struct Dim3 {
 struct Fiber {
   Dim3 thread;
   unsigned index = 0;
+  const unsigned char* stack_end = nullptr;
 };
 
 struct Cta {
@@ -34,6 +36,7 @@ struct Cta {
   std::size_t dynamic_shared_bytes = 0;
   unsigned long long seed = 0;
   AsyncState async;
+  WgmmaState wgmma;
 };
 
 // The CTA that this worker thread runs. Fibers never change threads.
@@ -60,6 +63,11 @@ void accessed(const void* shared, unsigned size_bytes, bool is_write);
 void copy_begins(const void* shared, unsigned size_bytes, int group, bool is_write);
 void copies_end(int newest_group, bool is_write);
 void copy_landed(const void* shared, unsigned size_bytes, const void* object);
+// The calling thread's warp reads shared memory for a product until it says that this is over.
+void operand_begins(const void* shared, unsigned size_bytes);
+void operand_ends(const void* shared, unsigned size_bytes);
+// What the thread stored before, or has seen stored, is there for bulk copies and products.
+void fence_proxy_async();
 
 // ---- barriers
 

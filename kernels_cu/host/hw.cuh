@@ -357,6 +357,14 @@ inline u32 add_acq_rel(u32* p, u32 v) { return atomic_add<Order::acq_rel>(p, v);
 
 // ---- shared memory
 
+inline u32 shared_address(const void* p) { return host::shared_address(p); }
+
+}  // namespace cufuse
+
+#include "device/swizzle.cuh"  // which is written in the words above
+
+namespace cufuse {
+
 inline void copy_async(void* shared, const void* source, u32 size_bytes) {
   host::copy_async(shared, source, size_bytes);
 }
@@ -432,19 +440,26 @@ void store_bulk_wait_read() {
 inline void prefetch_bulk(const void* source, u32 size_bytes) {
   host::bulk_prefetch(source, size_bytes);
 }
-inline void fence_proxy_async() {}
+inline void fence_proxy_async() { host::fence_proxy_async(); }
 
 // ---- tensor cores
 
-inline void load_matrix_rows(u32 (&r)[4], const void* shared, bool transposed) {
-  const u32 lane = host::current_lane();
+template <int kMatrices>
+inline void load_matrix_rows(u32 (&r)[kMatrices],
+                             const void* shared,
+                             bool transposed,
+                             const char* name) {
+  static_assert(kMatrices == 1 || kMatrices == 2 || kMatrices == 4, "ldmatrix has x1, x2 and x4");
   struct Pairs {
-    u32 r[4];
+    u32 r[kMatrices];
   };
-  if (reinterpret_cast<std::uintptr_t>(shared) & 15) host::fail("load_matrix", "misaligned row");
-  const Pairs pairs = host::exchange(kFullMask, shared, "load_matrix", [=](auto row_of) {
+  const u32 lane = host::current_lane();
+  if (lane < kMatrices * 8 && reinterpret_cast<std::uintptr_t>(shared) & 15) {
+    host::fail(name, "a row is not 16-byte aligned");
+  }
+  const Pairs pairs = host::exchange(kFullMask, shared, name, [=](auto row_of) {
     Pairs p;
-    for (u32 matrix = 0; matrix < 4; ++matrix) {
+    for (u32 matrix = 0; matrix < kMatrices; ++matrix) {
       u32 word = 0;
       for (u32 i = 0; i < 2; ++i) {
         const u32 row = transposed ? lane % 4 * 2 + i : lane / 4;
@@ -456,11 +471,15 @@ inline void load_matrix_rows(u32 (&r)[4], const void* shared, bool transposed) {
     }
     return p;
   });
-  for (int i = 0; i < 4; ++i) r[i] = pairs.r[i];
+  for (int i = 0; i < kMatrices; ++i) r[i] = pairs.r[i];
 }
-inline void load_matrix(u32 (&r)[4], const void* shared) { load_matrix_rows(r, shared, false); }
-inline void load_matrix_transposed(u32 (&r)[4], const void* shared) {
-  load_matrix_rows(r, shared, true);
+template <int kMatrices>
+inline void load_matrix(u32 (&r)[kMatrices], const void* shared) {
+  load_matrix_rows(r, shared, false, "load_matrix");
+}
+template <int kMatrices>
+inline void load_matrix_transposed(u32 (&r)[kMatrices], const void* shared) {
+  load_matrix_rows(r, shared, true, "load_matrix_transposed");
 }
 
 template <typename T>
@@ -531,6 +550,41 @@ template <typename TA, typename TB = TA>
 void mma_m16n8k32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   mma_bytes(c, a, b0, b1, "mma_m16n8k32",
             [](u8 x, u8 y) { return to_float(TA{x}) * to_float(TB{y}); });
+}
+
+// ---- tensor cores of sm_90a
+
+constexpr bool kHasWgmma = true;
+
+template <typename T, int kSums>
+inline void wgmma_product(float (&d)[kSums],
+                          const u32* a,
+                          u64 a_shared,
+                          u64 b,
+                          bool accumulate,
+                          bool along_m,
+                          bool along_n) {
+  static_assert(kSums % 4 == 0 && kSums <= 128, "n is 8, 16, ... 256");
+  host::wgmma({d, a, a_shared, b, [](u16 bits) { return to_float(T{bits}); }, kSums * 2, accumulate,
+               along_m, along_n});
+}
+template <typename T, Major kMajorA = Major::k, Major kMajorB = Major::k, int kSums>
+inline void wgmma(float (&d)[kSums], u64 a, u64 b, bool accumulate) {
+  wgmma_product<T>(d, nullptr, a, b, accumulate, kMajorA == Major::mn, kMajorB == Major::mn);
+}
+template <typename T, Major kMajorB = Major::k, int kSums>
+inline void wgmma(float (&d)[kSums], const u32 (&a)[4], u64 b, bool accumulate) {
+  wgmma_product<T>(d, a, 0, b, accumulate, false, kMajorB == Major::mn);
+}
+template <typename... Registers>
+inline void wgmma_fence(Registers&...) {
+  host::wgmma_fence();
+}
+inline void wgmma_commit() { host::wgmma_commit(); }
+template <int kPending, typename... Sums>
+inline void wgmma_wait(Sums&... sums) {
+  const host::Named named[] = {{&sums, sizeof sums}..., {}};
+  host::wgmma_wait(kPending, named, sizeof...(sums));
 }
 
 }  // namespace cufuse

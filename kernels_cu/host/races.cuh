@@ -25,6 +25,7 @@ enum Access : std::uint8_t {
   kWrite = 1,
   kAtomic = 2,
   kInFlight = 4,  // a copy that was issued and has not been waited for
+  kProxy = 8,     // by the async proxy: stores come through fence_proxy_async only
 };
 
 struct Cell {
@@ -106,11 +107,18 @@ class Races {
     const std::size_t end = std::min(offset + size, shadow.size_bytes);
     for (std::size_t i = offset / 4 * Shadow::kCells; i < (end + 3) / 4 * Shadow::kCells; ++i) {
       Cell& cell = shadow.cells[i];
-      if (!(cell.kind & kInFlight)) continue;
+      if (!(cell.kind & kInFlight) || (self != engine() && cell.thread != self)) continue;
       cell.kind &= ~kInFlight;
       cell.thread = static_cast<std::uint16_t>(self);
       cell.epoch = threads_[self].epoch;
     }
+  }
+
+  // What this thread did, or has seen done, may be read by the async proxy.
+  void fence_proxy(unsigned self) {
+    Thread& thread = threads_[self];
+    thread.passed = thread.seen;
+    thread.passed_epoch = thread.epoch++;
   }
 
   void acquire(unsigned self, const void* object) {
@@ -151,6 +159,8 @@ class Races {
               if ((cell->kind | kind) & kWrite) return cell;
             } else if (!ordered && (cell->kind | kind) & kWrite && !(cell->kind & kind & kAtomic)) {
               return cell;
+            } else if (kind & kProxy && cell->kind & kWrite && !has_passed(*cell, thread)) {
+              return cell;
             }
           }
           // Whatever would race with the old access will race with this one.
@@ -175,11 +185,22 @@ class Races {
     std::uint32_t epoch = 1;
     const void* acquired = nullptr;
     unsigned version = 0;
+    // What it knew at its last fence_proxy.
+    std::shared_ptr<Clock> passed;
+    std::uint32_t passed_epoch = 0;
   };
   struct Object {
     Clock clock;
     unsigned version = 0;
   };
+
+  unsigned engine() const { return static_cast<unsigned>(threads_.size()) - 1; }
+
+  // Whether a fence of the writer or of the reader came between; copies need none.
+  bool has_passed(const Cell& cell, const Thread& reader) const {
+    return cell.thread == engine() || threads_[cell.thread].passed_epoch >= cell.epoch ||
+           (reader.passed && (*reader.passed)[cell.thread] >= cell.epoch);
+  }
 
   static void join(Clock& into, const Clock& from) {
     for (std::size_t i = 0; i < into.size(); ++i) into[i] = std::max(into[i], from[i]);
