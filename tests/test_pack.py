@@ -236,6 +236,8 @@ def test_pack_takes_arrays_as_they_lie(to, rng, dtype):
     # Gate and up row by row in one matrix.
     made = pack(there[0::2], up=there[1::2])
     assert_same_bits(made.array, by_formula(whole[0::2], whole[1::2]))
+    alone = any_bits(rng, (20, 66), dtype)
+    assert_same_bits(pack(there[::2], up=to(alone)).array, by_formula(whole[::2], alone))
 
 
 @each_dtype
