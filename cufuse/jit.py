@@ -354,6 +354,7 @@ class Compiled:
     stack_bytes: int
     shared_bytes: int
     seconds: float
+    remarks: tuple[str, ...] = ()  # of ptxas on wgmma that it had to wait for or to serialize
 
 
 def offline_options(arch: str) -> tuple[str, ...]:
@@ -407,6 +408,7 @@ def compile_offline(made: Kernel, arch: str) -> Compiled:
         stack_bytes=number(r"(\d+) bytes stack frame"),
         shared_bytes=number(r"(\d+) bytes smem"),
         seconds=seconds,
+        remarks=tuple(re.findall(r"^ptxas \w+ *: (\(C\d+\) .*)$", log.getvalue(), re.MULTILINE)),
     )
 
 

@@ -90,6 +90,25 @@ def test_wgmma_multiplies(to_kernels, rng, template):
     assert_product(*run_product(to_kernels, rng, template))
 
 
+@pytest.mark.parametrize("template", PRODUCTS, ids=lambda t: "-".join(map(str, t)))
+def test_ptxas_lets_wgmma_run_on(template):
+    made = jit.kernel("wgmma.cu", "product", *template, root=ROOT)
+    assert jit.compile_offline(made, "90a").remarks == ()
+
+
+def test_ptxas_remarks_on_accumulators_used_early(tmp_path):
+    root = mutate(tmp_path, "wgmma.cu", COMMIT, COMMIT + "\nsums[0] *= 2.0f;")
+    made = jit.kernel("wgmma.cu", "product", *PRODUCTS[0], root=root)
+    assert any("GMMA" in remark for remark in jit.compile_offline(made, "90a").remarks)
+
+
+def test_wgmma_elsewhere_is_refused_in_words(tmp_path):
+    # 100a has all else that the kernel uses.
+    made = jit.kernel("wgmma.cu", "product", *PRODUCTS[0], root=ROOT)
+    with pytest.raises(jit.CompileError, match="wgmma is an instruction of sm_90a alone"):
+        jit.compile_offline(made, "100a")
+
+
 @pytest.mark.cpu_kernels
 @pytest.mark.parametrize("seed", SEEDS)
 def test_wgmma_multiplies_in_every_order(rng, seed):
