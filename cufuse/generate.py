@@ -14,6 +14,13 @@ from cufuse.ops.sample import check_options
 from cufuse.state import State
 from cufuse.weights import Weights
 
+_STOPPED = -2  # the id a kernel writes that gave up
+
+
+class KernelStopped(RuntimeError):
+    """A decode kernel gave up waiting; the cache is as it was, and the next step may be right."""
+
+
 PREFILL_ROWS = 512  # a longer prompt goes through the step in pieces, so that buffers stay small
 
 
@@ -51,6 +58,9 @@ class Sampling:
 class Decoder:
     """Prefill, then one token at a time; on a GPU the step is captured once and replayed.
 
+    `prefill` takes a prompt where that is another function than the step, and `step_and_draw` does
+    a step and the draw behind it at once.
+
     Works on a stream of its own. Every draw is copied to the host behind the step, so that the next
     step can be enqueued before the last one is looked at.
     """
@@ -63,8 +73,12 @@ class Decoder:
         sampling: Sampling | None = None,
         *,
         graph: bool = True,
+        prefill: Callable[..., Array] | None = None,
+        step_and_draw: Callable[..., Array] | None = None,
     ) -> None:
         self.step_function = step
+        self.prefill_function = prefill or step
+        self.step_and_draw = step_and_draw
         self.weights = weights
         self.state = state
         self.sampling = sampling or Sampling()
@@ -88,7 +102,7 @@ class Decoder:
             for begin in range(0, ids.shape[1], PREFILL_ROWS):
                 piece = np.ascontiguousarray(ids[:, begin : begin + PREFILL_ROWS], np.int32)
                 tokens = self.state.upload(piece)
-                logits = self.step_function(self.weights, self.state, tokens)
+                logits = self.prefill_function(self.weights, self.state, tokens)
             self._draw(logits)
             self._fetch()
 
@@ -115,6 +129,11 @@ class Decoder:
         if self.on_gpu:
             self._landed[draw].synchronize()
         drawn = self._drawn[draw]
+        if (drawn == _STOPPED).any():
+            raise KernelStopped(
+                "a decode kernel gave up waiting for the other SMs; is another program using this "
+                "GPU? The cache holds what it held before this token"
+            )
         if (drawn < 0).any():
             raise RuntimeError(
                 "the logits hold a NaN: the weights or the dtype's range are at fault (try dtype "
@@ -123,7 +142,13 @@ class Decoder:
         return drawn
 
     def _run(self) -> None:
-        self._draw(self.step_function(self.weights, self.state, self.state.tokens))
+        tokens = self.state.tokens
+        if self.step_and_draw is not None:
+            self.step_and_draw(
+                self.weights, self.state, tokens, self.sampling, ids=tokens.reshape(-1)
+            )
+        else:
+            self._draw(self.step_function(self.weights, self.state, tokens))
 
     def _draw(self, logits: Array) -> None:
         self.sampling.draw(logits, self.state, self.state.tokens.reshape(-1))

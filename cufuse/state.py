@@ -11,7 +11,7 @@ from cufuse import device, jit, reference
 from cufuse.device import Array
 from cufuse.weights import Weights
 
-_PADDING = 64
+_PADDING = 128
 
 
 class State:
@@ -38,9 +38,11 @@ class State:
         self.like = weights.embedding
         # Whole accesses however long a row of scores is: bits do not depend on the capacity.
         padded = -(-capacity // _PADDING) * _PADDING
-        shape = (batch, c.n_kv_heads, padded, c.head_dim)
-        self.k_cache = [device.zeros(shape, weights.dtype, self.like) for _ in range(c.n_layers)]
-        self.v_cache = [device.zeros(shape, weights.dtype, self.like) for _ in range(c.n_layers)]
+        shape = (c.n_layers, batch, c.n_kv_heads, padded, c.head_dim)
+        self.all_keys = device.zeros(shape, weights.dtype, self.like)
+        self.all_values = device.zeros(shape, weights.dtype, self.like)
+        self.k_cache = list(self.all_keys)  # of each layer
+        self.v_cache = list(self.all_values)
         self.start = device.zeros((batch,), np.int32, self.like)
         self.tokens = device.zeros((batch, 1), np.int32, self.like)
         self.cos: Array = None  # [capacity, rotary_dim / 2] float32
@@ -49,12 +51,13 @@ class State:
             cos, sin = reference.rope_table(c, capacity)
             self.cos, self.sin = self.upload(cos), self.upload(sin)
         self._buffers: dict[str, list[Array]] = {}
+        self._zeroed: dict[str, Array] = {}
         self._uploads: dict[str, Array] = {}
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the KV cache."""
-        return sum(array.nbytes for array in (*self.k_cache, *self.v_cache))
+        return self.all_keys.nbytes + self.all_values.nbytes
 
     def keys(self, layer: int) -> Array:
         """The key cache of a layer, a view: [batch, padded capacity, n_kv_heads, head_dim]."""
@@ -92,6 +95,12 @@ class State:
         if not blocks or blocks[-1].size < size:
             blocks.append(device.empty((max(size, 1),), dtype, self.like))
         return blocks[-1][:size].reshape(shape)
+
+    def zeroed(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return an array that was zeros when the first call made it; kernels keep words there."""
+        if name not in self._zeroed:
+            self._zeroed[name] = device.zeros(shape, dtype, self.like)
+        return self._zeroed[name]
 
     def check_room(self, n: int) -> None:
         """Raise ValueError when n more tokens do not fit; nothing has been written then."""

@@ -66,15 +66,30 @@ class Layout:
         return made
 
 
+def _included(path: Path) -> list[Path]:
+    """Return the headers of kernels_cu that a file in one of its folders includes by name."""
+    names = re.findall(r'^#include "(device/[^"]+)"', path.read_text(), re.MULTILINE)
+    headers = (path.parent.parent / name for name in names)
+    found = []
+    for header in headers:
+        if header.is_file() and header not in found:
+            found += [header, *_included(header)]
+    return list(dict.fromkeys(found))
+
+
 @functools.cache
 def layout(path: Path, name: str) -> Layout:
-    """Return the layout of `struct name` in a kernels_cu file.
+    """Return the layout of `struct name` in a kernels_cu file or a header that it includes.
 
     Fields are pointers and the scalars bool, int, i32, u32, unsigned, i64, u64, float, double.
     Raises ValueError when the struct is missing or holds anything else.
     """
-    text = _COMMENT.sub("", path.read_text())
-    found = re.search(rf"\bstruct\s+{name}\s*\{{(.*?)\}}\s*;", text, re.DOTALL)
+    found = None
+    for source in (path, *_included(path)):
+        text = _COMMENT.sub("", source.read_text())
+        found = re.search(rf"\bstruct\s+{name}\s*\{{(.*?)\}}\s*;", text, re.DOTALL)
+        if found:
+            break
     if not found:
         raise ValueError(f"{path.name}: no struct {name}")
     fields: list[tuple[str, np.dtype]] = []

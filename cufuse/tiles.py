@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cufuse import device
+from cufuse.config import Config
 
 # Rows of x that one pass over the weights serves; more go to tiles.
 MAX_ROWS = 8
@@ -31,7 +32,7 @@ class Target:
 
 
 # The CPU twin: few SMs, so that small tests walk through the loops of large grids.
-TWIN = Target("twin", 2, 99 * 1024)
+TWIN = Target("twin", 4, 99 * 1024)
 
 
 class LaunchShape(NamedTuple):
@@ -204,3 +205,91 @@ def _rows_tile(op: str, target: Target, m: int, n: int, k: int, itemsize: int) -
             min(by_registers, by_shared),
         )
     return None
+
+
+# ---- the decode step of mega and fused ----------------------------------------------------------
+
+DECODE_THREADS = 18 * 32  # decode_shape.cuh: 16 warps multiply, one finishes, one fills the ring
+_PANEL_WARPS = 16
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """How a decode step is spread over a GPU (kernels_cu/device/decode_shape.cuh).
+
+    What bits depend on is `stage_bytes`, which cuts K, and `split_chunks`, which cuts the cache.
+    """
+
+    ctas: int  # one an SM
+    stages: int  # of the ring
+    stage_bytes: int
+    window: int  # stages that are on their way at a time
+    copies: str  # "bulk" or "async"
+    split_chunks: int  # chunks of the cache that one split takes
+
+
+@functools.cache
+def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
+    """Choose the tile of a model's decode step; raises Unsupported where none fits."""
+    bulk = target.arch == "twin" or int(target.arch.rstrip("af")) >= 90
+    stage_bytes = 16384 if target.shared_bytes > 160 * 1024 else 8192
+    ctas = min(target.sm_count, -(-config.vocab_size // 16))
+    for stages in range(_MOST_STAGES, _FEWEST_STAGES - 1, -1):
+        tile = DecodeTile(ctas, stages, stage_bytes, 3, "bulk" if bulk else "async", 2)
+        if decode_shared_bytes(config, dtype, tile) <= target.shared_bytes:
+            return tile
+    raise device.Unsupported(
+        f"mega: {config.name} needs {decode_shared_bytes(config, dtype, tile)} bytes of shared "
+        f"memory with a ring of {_FEWEST_STAGES} stages and this GPU has {target.shared_bytes}; use "
+        "engine unfused"
+    )
+
+
+_MOST_STAGES, _FEWEST_STAGES = 12, 5
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def _packed_tiles(k: int, itemsize: int) -> int:
+    return -(-k // (64 // itemsize)) * 2
+
+
+def decode_shared_bytes(c: Config, dtype: Any, tile: DecodeTile) -> int:
+    """Dynamic shared memory, as DecodeShape::kSharedBytes has it."""
+    itemsize = np.dtype(dtype).itemsize
+    group = c.n_heads // c.n_kv_heads
+    row_bytes = c.head_dim * itemsize
+    ring = tile.stages * (tile.stage_bytes + 128 + 16)
+    widest = max(c.dim, c.q_dim, c.hidden_dim)
+    merged = 1 if c.head_dim >= 256 else min(256 // c.head_dim, group)
+    x = max(32 * _packed_tiles(widest, itemsize), _PANEL_WARPS * merged * (c.head_dim + 8) * 4)
+    partials = 4 * (_PANEL_WARPS * 16 * 4 + 8)
+    rows = _round_up((group + 2) * row_bytes, 16)
+    norms = _round_up((group + 1) * row_bytes, 16) if c.qk_norm == "head" else 0
+    angles = _round_up(c.rotary_dim * 4, 16)
+    stats = (2 * _PANEL_WARPS + 1) * 8 * 4
+    return (
+        _round_up(ring, 128)
+        + _round_up(x, 16)
+        + partials
+        + _PANEL_WARPS * 4
+        + rows
+        + norms
+        + angles
+        + stats
+    )
+
+
+def decode_words(c: Config, dtype: Any, tile: DecodeTile) -> int:
+    """Words of 8 bytes between CTAs, as DecodeShape::kWords has it."""
+    per_word = 4 // np.dtype(dtype).itemsize
+    vectors = (c.dim, c.dim, c.q_dim + 2 * c.kv_dim, c.q_dim, c.hidden_dim)
+    splits = max(128 // c.n_kv_heads, 1)
+    return (
+        sum(_round_up(-(-n // per_word), 16) for n in vectors)
+        + _round_up(c.n_heads * splits * (c.head_dim + 2), 16)
+        + _round_up(4 * tile.ctas, 16)
+        + c.n_layers * c.n_kv_heads
+    )

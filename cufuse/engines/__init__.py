@@ -14,7 +14,7 @@ from cufuse.device import Array
 from cufuse.state import State
 from cufuse.weights import Weights
 
-ENGINES = ("reference", "unfused", "fused")
+ENGINES = ("reference", "unfused", "fused", "mega")
 
 
 class Step(Protocol):

@@ -237,6 +237,23 @@ CUFUSE_DEVICE void store_release(u32* p, u32 v) { store_word<Order::release>(p, 
 // Add to a counter; what this CTA wrote before is visible to whoever sees the sum.
 CUFUSE_DEVICE u32 add_acq_rel(u32* p, u32 v) { return atomic_add<Order::acq_rel>(p, v); }
 
+// The index of this thread in its CTA, of which the compiler knows nothing: what follows from it is
+// computed here and not kept in registers from far above.
+CUFUSE_DEVICE int thread_here() {
+  u32 thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return static_cast<int>(thread);
+}
+
+// ---- time
+
+// Nanoseconds of a clock that all SMs share.
+CUFUSE_DEVICE u64 timer_ns() {
+  u64 ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)::"memory");
+  return ns;
+}
+
 // ---- shared memory
 
 CUFUSE_DEVICE u32 shared_address(const void* p) {
@@ -335,6 +352,12 @@ CUFUSE_DEVICE bool mbarrier_wait_bounded(u64* barrier, u32 parity, u32 tries) {
     if (mbarrier_try_wait(barrier, parity)) return true;
   }
   return false;
+}
+
+// Arrive once all copies of `copy_async` that this thread has issued have landed.
+CUFUSE_DEVICE void copy_async_arrive(u64* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
 }
 
 // ---- bulk copies: addresses and sizes are multiples of 16 bytes

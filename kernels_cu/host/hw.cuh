@@ -5,6 +5,7 @@
 #define CUFUSE_HOST_HW_CUH
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -394,6 +395,16 @@ inline void barrier_arrive(u32 id, u32 threads) {
   come_to_barrier(id, threads, false, "barrier_arrive");
 }
 
+inline int thread_here() { return static_cast<int>(threadIdx.x); }
+
+// ---- time
+
+inline u64 timer_ns() {
+  using namespace std::chrono;
+  return static_cast<u64>(
+      duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count());
+}
+
 // ---- mbarrier
 
 inline void mbarrier_init(u64* barrier, u32 count) { host::mbarrier_init(barrier, count); }
@@ -401,6 +412,13 @@ inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive(u64* barrier) {
   host::mbarrier_arrive(barrier, 0, "mbarrier_arrive");
   if (host::chance(4)) host::yield("mbarrier_arrive");
+}
+// The arrival comes when the thread calls, its copies just before: in the hardware both come later.
+inline void copy_async_arrive(u64* barrier) {
+  host::yield("copy_async_arrive");
+  host::copy_async_commit();
+  host::copy_async_wait(0);
+  host::mbarrier_arrive(barrier, 0, "copy_async_arrive");
 }
 inline bool mbarrier_test_wait(u64* barrier, u32 parity) {
   return host::mbarrier_wait(barrier, parity, 1, "mbarrier_test_wait");

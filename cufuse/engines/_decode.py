@@ -1,0 +1,256 @@
+"""One token at a time through the stages of kernels_cu/device/decode_roles.cuh.
+
+What `mega` and `fused` share: the packed weights, the kernel's template values, its arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cufuse import device, jit, pack, tiles
+from cufuse.config import Config
+from cufuse.device import Array
+from cufuse.generate import KernelStopped, Sampling
+from cufuse.state import State
+from cufuse.tiles import DecodeTile
+from cufuse.weights import Layer, Weights
+
+_CONTROL_WORDS = 32
+_FAULT = 1  # of control's words
+BUDGET_SECONDS = 2.0  # for a token; a launch that takes longer gives up
+_TWIN_BUDGET_SECONDS = 1e6  # the twin has a budget of its own
+
+
+def problem(c: Config) -> str | None:
+    """Say in a few words what of a config these kernels do not have, or return None."""
+    reasons = {
+        "layernorm": c.norm != "rmsnorm",
+        "a norm behind the block": c.norm_placement != "pre",
+        "an MLP without a gate": not c.gated,
+        "experts": bool(c.n_experts),
+        "a clamped SwiGLU": c.swiglu_limit is not None,
+        "no rotary positions": not c.rope_theta or c.rotary_dim % 4 != 0,
+        "a bidirectional encoder": not c.causal or not c.has_head,
+        "a QK-norm over all heads": c.qk_norm == "full",
+        f"{c.n_heads // c.n_kv_heads} query heads a KV head, more than 8": (
+            c.n_heads // c.n_kv_heads > 8
+        ),
+        f"head_dim {c.head_dim}, not a multiple of 16 up to 256": (
+            c.head_dim % 16 != 0 or c.head_dim > 256
+        ),
+        f"dim {c.dim} or hidden_dim {c.hidden_dim}, not multiples of 8": (
+            c.dim % 8 != 0 or c.hidden_dim % 8 != 0
+        ),
+    }
+    return next((words for words, applies in reasons.items() if applies), None)
+
+
+def check(engine: str, state: State) -> None:
+    """Raise Unsupported for a model or a batch that these kernels do not have."""
+    c = state.config
+    words = problem(c)
+    if words:
+        raise device.Unsupported(f"engine {engine}: {c.name} has {words}; use engine fused")
+    if state.batch != 1:
+        raise device.Unsupported(
+            f"engine {engine}: the batch is {state.batch}, wanted 1; use engine fused"
+        )
+
+
+# ---- weights ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DecodeWeights:
+    """The arrays of a model as the kernels read them, by the names of DecodeArgs."""
+
+    arrays: dict[str, Array]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays.values() if array is not None)
+
+
+def prepare(weights: Weights) -> DecodeWeights:
+    """Pack a model's weights, layer by layer; the same object for the same weights."""
+    kept = getattr(weights, "_decode_weights", None)
+    if kept is None:
+        kept = DecodeWeights(_arrays(weights))
+        weights._decode_weights = kept  # type: ignore[attr-defined]
+    return kept
+
+
+def _arrays(weights: Weights) -> dict[str, Array]:
+    c, like, dtype = weights.config, weights.embedding, weights.dtype
+    qkv_rows = c.q_dim + 2 * c.kv_dim
+
+    def stacked(name: str, shape: tuple[int, ...]) -> Array:
+        if getattr(weights.layers[0], name) is None:
+            return None
+        made = device.empty((c.n_layers, *shape), dtype, like)
+        for i, layer in enumerate(weights.layers):
+            made[i] = getattr(layer, name)
+        return made
+
+    def packed(n: int, k: int, matrices: Any, *, gated: bool = False) -> Array:
+        size = pack.packed_size(n, k, dtype, gated=gated)
+        arena = device.empty((c.n_layers * size,), dtype, like)
+        for i, layer in enumerate(weights.layers):
+            w, up = matrices(layer)
+            pack.pack(w, up=up, out=arena[i * size : (i + 1) * size])
+        return arena
+
+    def one(name: str) -> Any:
+        return lambda layer: (getattr(layer, name), None)
+
+    def gate_up(layer: Layer) -> tuple[Array, Array]:
+        return layer.gate, layer.up
+
+    with device.on_device_of(like):
+        return {
+            "embedding": weights.embedding,
+            "head": pack.pack(weights.head).array,
+            "qkv": packed(qkv_rows, c.dim, one("qkv")),
+            "out": packed(c.dim, c.q_dim, one("out")),
+            "gate_up": packed(c.hidden_dim, c.dim, gate_up, gated=True),
+            "down": packed(c.dim, c.hidden_dim, one("down")),
+            "attn_norm": stacked("attn_norm", (c.dim,)),
+            "mlp_norm": stacked("mlp_norm", (c.dim,)),
+            "final_norm": weights.final_norm,
+            "q_norm": stacked("q_norm", (c.head_dim,)),
+            "k_norm": stacked("k_norm", (c.head_dim,)),
+            "qkv_bias": stacked("qkv_bias", (qkv_rows,)),
+            "out_bias": stacked("out_bias", (c.dim,)),
+            "gate_bias": stacked("gate_bias", (c.hidden_dim,)),
+            "up_bias": stacked("up_bias", (c.hidden_dim,)),
+            "down_bias": stacked("down_bias", (c.dim,)),
+            "sinks": stacked("sinks", (c.n_heads,)),
+        }
+
+
+# ---- launches -----------------------------------------------------------------------------------
+
+
+def template(c: Config, dtype: Any, tile: DecodeTile, *, trace: bool = False) -> tuple[Any, ...]:
+    """Return the kernels' template values."""
+    return (
+        np.dtype(dtype),
+        f"Act::{c.activation}",
+        f"Rounding::{c.norm_rounding}",
+        f"Pairing::{'interleaved' if c.rope_interleaved else 'half_split'}",
+        c.qk_norm == "head",
+        c.dim,
+        c.hidden_dim,
+        c.n_heads,
+        c.n_kv_heads,
+        c.head_dim,
+        c.rotary_dim,
+        c.vocab_size,
+        c.n_layers,
+        tile.ctas,
+        tile.stages,
+        tile.stage_bytes,
+        tile.window,
+        f"Copies::{tile.copies}",
+        tile.split_chunks,
+        trace,
+    )
+
+
+def launch(
+    kernel: tuple[str, str],
+    weights: Weights,
+    state: State,
+    tokens: Array,
+    *,
+    n_tokens: int,
+    ids: Array,
+    all_logits: bool = False,
+    sampling: Sampling | None = None,
+    extra_template: tuple[Any, ...] = (),
+    layer: int = 0,
+    trace: Array = None,
+) -> Array:
+    """Launch a decode kernel over n_tokens tokens, the first of them `tokens` [n].
+
+    ids: int32 [n_tokens], what is drawn behind each token with logits; may be `tokens`
+    sampling: how it is drawn; greedy when left out
+
+    Returns logits [n_tokens or 1, vocab_size]; the kernel counts the tokens in the cache itself.
+    """
+    c = weights.config
+    tile = tiles.decode(c, tiles.target_of(state.start), weights.dtype)
+    sampling = sampling or Sampling()
+    logits = state.buffer("logits", (n_tokens if all_logits else 1, c.vocab_size))
+    on_twin = device.kind(state.start) == "twin"
+    seconds = _TWIN_BUDGET_SECONDS if on_twin else BUDGET_SECONDS * n_tokens
+    args = {
+        **prepare(weights).arrays,
+        "cos": state.cos,
+        "sin": state.sin,
+        "k_cache": state.all_keys,
+        "v_cache": state.all_values,
+        "tokens": tokens,
+        "ids": ids,
+        "logits": logits,
+        "start": state.start,
+        "control": control(state),
+        "words": state.zeroed("words", (tiles.decode_words(c, weights.dtype, tile),), np.uint64),
+        "trace": trace,
+        "budget_ns": int(seconds * 1e9),
+        "seed": sampling.seed,
+        "n_tokens": n_tokens,
+        "n_given": tokens.size,
+        "layer": layer,
+        "all_logits": int(all_logits),
+        "capacity": state.all_keys.shape[3],
+        "window": c.window or 0,
+        "window_every": c.window_every,
+        "eps": c.norm_eps,
+        "inverse_temperature": 1.0 / sampling.temperature if sampling.temperature else 0.0,
+    }
+    file, name = kernel
+    values = (*template(c, weights.dtype, tile, trace=trace is not None), *extra_template)
+    jit.kernel(file, name, *values).launch(
+        tile.ctas,
+        tiles.DECODE_THREADS,
+        args,
+        like=state.start,
+        shared_bytes=tiles.decode_shared_bytes(c, weights.dtype, tile),
+        cooperative=True,
+        size_bytes=size_bytes(weights, state, n_tokens),
+    )
+    return logits
+
+
+def size_bytes(weights: Weights, state: State, n_tokens: int) -> int:
+    """Bytes that a launch has to read: all weights once a token, and the cache so far."""
+    arrays = prepare(weights).arrays
+    once = sum(a.nbytes for name, a in arrays.items() if a is not None and name != "embedding")
+    c = weights.config
+    row = 2 * c.n_layers * c.kv_dim * np.dtype(weights.dtype).itemsize
+    keys = n_tokens * state.length + n_tokens * (n_tokens - 1) // 2
+    return n_tokens * once + row * keys
+
+
+def control(state: State) -> Array:
+    """Return the words in which a kernel counts, and says where it gave up."""
+    return state.zeroed("control", (_CONTROL_WORDS,), np.uint32)
+
+
+def check_fault(state: State) -> None:
+    """Raise KernelStopped when a kernel gave up waiting, and forget it. Waits for the GPU."""
+    words = control(state)
+    fault = int(words[_FAULT])
+    if not fault:
+        return
+    words[_FAULT] = 0
+    places = {1: "weights", 2: "room in its ring", 3: "another CTA's words", 4: "sums"}
+    raise KernelStopped(
+        f"a decode kernel gave up waiting for {places.get(fault, 'something')} after "
+        f"{BUDGET_SECONDS} s a token; is another program using this GPU?"
+    )

@@ -1,0 +1,147 @@
+// The sizes and choices of a decode step, all known when it is compiled, and what follows from them:
+// where activations lie between CTAs and what a CTA keeps in shared memory.
+#pragma once
+
+#include "device/activation.cuh"
+#include "device/cache_attention.cuh"
+#include "device/panels.cuh"
+#include "device/rope.cuh"
+
+namespace cufuse {
+
+// What a step reads and writes. Weights are packed (device/packed.cuh), a layer behind the other.
+template <typename T>
+struct DecodeArgs {
+  const T* embedding;   // [vocab, dim], row-major
+  const T* head;        // packed [vocab, dim]
+  const T* qkv;         // [layers] packed [q_dim + 2 kv_dim, dim]
+  const T* out;         // [layers] packed [dim, q_dim]
+  const T* gate_up;     // [layers] packed, gated, twice [hidden, dim]
+  const T* down;        // [layers] packed [dim, hidden]
+  const T* attn_norm;   // [layers, dim]
+  const T* mlp_norm;    // [layers, dim]
+  const T* final_norm;  // [dim]
+  const T* q_norm;      // [layers, head_dim]; null without QK-norm
+  const T* k_norm;      // [layers, head_dim]
+  const T* qkv_bias;    // [layers, q_dim + 2 kv_dim]; this and the next ones may be null
+  const T* out_bias;    // [layers, dim]
+  const T* gate_bias;   // [layers, hidden]
+  const T* up_bias;     // [layers, hidden]
+  const T* down_bias;   // [layers, dim]
+  const T* sinks;       // [layers, heads]
+  const float* cos;     // [positions, rotary / 2]
+  const float* sin;     // [positions, rotary / 2]
+  T* k_cache;           // [layers, kv_heads, capacity, head_dim]
+  T* v_cache;           // [layers, kv_heads, capacity, head_dim]
+  const int* tokens;    // [n_given]; what comes after them is drawn
+  int* ids;             // [n_tokens]; what was drawn behind each token that has logits; may be tokens
+  T* logits;            // [vocab] of the last token, with all_logits [n_tokens, vocab]
+  int* start;           // [1]; tokens in the cache before this step, and after it
+  u32* control;         // [kControlWords]
+  u64* words;           // DecodeShape::kWords of them
+  u64* trace;           // what happened when (device/trace.cuh); null without
+  u64 budget_ns;        // a launch that takes longer gives up
+  u64 seed;
+  int n_tokens;
+  int n_given;
+  int layer;            // of a launch that does a part of a step
+  int all_logits;
+  int capacity;         // of the cache, a multiple of 128
+  int window;           // 0: none
+  int window_every;     // layer i has the window when i % window_every == 0
+  float eps;
+  float inverse_temperature;  // 0: the likeliest
+};
+
+// control: a count that makes tags unique, and what went wrong (Watch).
+constexpr int kControlSequence = 0;
+constexpr int kControlFault = 1;
+constexpr int kControlWords = 32;
+
+template <typename T_, Act kAct_, Rounding kRounding_, Pairing kPairing_, bool kQkNorm_, int kDim_,
+          int kHidden_, int kHeads_, int kKvHeads_, int kHeadDim_, int kRotary_, int kVocab_,
+          int kLayers_, int kCtas_, int kStages_, int kStageBytes_, int kWindow_, Copies kCopies_, int kSplitChunks_,
+          bool kTrace_>
+struct DecodeShape {
+  using T = T_;
+  using Ring = RingShape<kStages_, kStageBytes_, kWindow_, kCopies_>;
+  template <int kK>
+  using Panel = PanelShape<T, kK, kStageBytes_>;
+  static constexpr Act kAct = kAct_;
+  static constexpr Rounding kRounding = kRounding_;
+  static constexpr Pairing kPairing = kPairing_;
+  static constexpr bool kQkNorm = kQkNorm_;
+  static constexpr bool kTrace = kTrace_;
+  static constexpr int kDim = kDim_;
+  static constexpr int kHidden = kHidden_;
+  static constexpr int kHeads = kHeads_;
+  static constexpr int kKvHeads = kKvHeads_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kRotary = kRotary_;
+  static constexpr int kVocab = kVocab_;
+  static constexpr int kLayers = kLayers_;
+  static constexpr int kCtas = kCtas_;
+
+  static constexpr int kGroup = kHeads / kKvHeads;  // query heads of a KV head
+  static constexpr int kQDim = kHeads * kHeadDim;
+  static constexpr int kKvDim = kKvHeads * kHeadDim;
+  static constexpr int kQkvDim = kQDim + 2 * kKvDim;
+  using Cache = CacheShape<T, kGroup, kHeadDim, kStageBytes_>;
+
+  // Attention: a split takes kSplitChunks chunks, more when there would be too many splits.
+  static constexpr int kSplitChunks = kSplitChunks_;
+  static constexpr int kMostSplits = kKvHeads >= 128 ? 1 : 128 / kKvHeads;
+
+  // Phases: panels of each product.
+  static constexpr int kQkvPanels = (kQkvDim + 15) / 16;
+  static constexpr int kOutPanels = (kDim + 15) / 16;
+  static constexpr int kGateUpPanels = (kHidden + 7) / 8;
+  static constexpr int kDownPanels = (kDim + 15) / 16;
+  static constexpr int kHeadPanels = (kVocab + 15) / 16;
+
+  // Words between CTAs. Vectors of the model's dtype, then float32 of attention's splits.
+  static constexpr int words(int n) { return round_up((n + kPerWord<T> - 1) / kPerWord<T>, 16); }
+  static constexpr int kX = 0;                              // [dim], between layers
+  static constexpr int kMiddle = kX + words(kDim);          // [dim], behind attention
+  static constexpr int kQkv = kMiddle + words(kDim);        // [q_dim + 2 kv_dim]
+  static constexpr int kAttention = kQkv + words(kQkvDim);  // [q_dim]
+  static constexpr int kHiddenWords = kAttention + words(kQDim);   // [hidden]
+  static constexpr int kParts = kHiddenWords + words(kHidden);  // [kv_heads, splits, group, kPart]
+  static constexpr int kPart = kHeadDim + 2;                    // values, max, total
+  static constexpr int kBest =
+      kParts + round_up(kKvHeads * kMostSplits * kGroup * kPart, 16);  // [2, ctas, 2]
+  static constexpr int kAppended = kBest + round_up(2 * kCtas * 2, 16);  // [layers, kv_heads]
+  static constexpr int kWords = kAppended + kLayers * kKvHeads;
+
+  // Threads: warps that multiply, one that finishes their sums, one that fills the ring.
+  static constexpr int kFinisher = kPanelWarps;
+  static constexpr int kFiller = kPanelWarps + 1;
+  static constexpr int kThreads = (kPanelWarps + 2) * 32;
+
+  // Shared memory.
+  static constexpr int kPartials = 4;  // panels whose sums are on their way
+  static constexpr int kPartialFloats = kPanelWarps * kPanelRows;
+  static constexpr int kMergedHeads =
+      kHeadDim >= 256 ? 1 : (256 / kHeadDim < kGroup ? 256 / kHeadDim : kGroup);
+  static constexpr int kMergePitch = kHeadDim + 8;
+  static constexpr int most(int a, int b) { return a > b ? a : b; }
+  static constexpr int kFragmentBytes =
+      32 * most(Packing<T>::tiles(kDim),
+                most(Packing<T>::tiles(kQDim), Packing<T>::tiles(kHidden)));
+  static constexpr int kMergeBytes = kPanelWarps * kMergedHeads * kMergePitch * 4;
+  static constexpr int kXAt = round_up(Ring::kBytes, 128);
+  static constexpr int kPartialsAt = kXAt + round_up(most(kFragmentBytes, kMergeBytes), 16);
+  static constexpr int kPartialsEmptyAt = kPartialsAt + kPartials * kPartialFloats * 4;
+  static constexpr int kNormSumsAt = kPartialsEmptyAt + kPartials * 8;
+  static constexpr int kRowsAt = kNormSumsAt + kPanelWarps * 4;  // q of the group, k, v
+  static constexpr int kNormWeightsAt = kRowsAt + round_up((kGroup + 2) * Cache::kRowBytes, 16);
+  static constexpr int kAnglesAt =
+      kNormWeightsAt + (kQkNorm ? round_up((kGroup + 1) * Cache::kRowBytes, 16) : 0);
+  static constexpr int kStatsAt = kAnglesAt + round_up(kRotary * 4, 16);
+  static constexpr int kSharedBytes = kStatsAt + (2 * kPanelWarps + 1) * kMostHeads * 4;
+
+  static_assert(kDim % 8 == 0 && kHidden % 8 == 0, "vectors travel in whole words");
+  static_assert(Ring::kStages > kPanelGroups, "every group has a stage");
+};
+
+}  // namespace cufuse

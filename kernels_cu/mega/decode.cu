@@ -1,0 +1,58 @@
+// A whole decode step, or several one behind the other, in one launch: embedding, every layer, head
+// and the draw of the next token. One CTA an SM; the roles of its warps walk through the model side
+// by side and meet in shared memory, the CTAs meet in words that carry their own flag. Bounded by
+// reading every weight once, and by what one phase has to wait for the one before.
+// instantiate: decode<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 3, Copies::bulk, 2, false>
+// instantiate: decode<half, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, Copies::bulk, 2, false>
+// instantiate: decode<float, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, Copies::async, 2, true>
+#include "device/decode_roles.cuh"
+
+namespace cufuse {
+
+// What a role does, from token to token.
+template <typename AnyRole>
+CUFUSE_DEVICE void walk(AnyRole role, int n_tokens, int n_layers) {
+#pragma unroll 1
+  for (int token = 0; token < n_tokens; ++token) {
+    role.begin(token);
+#pragma unroll 1
+    for (int layer = 0; layer < n_layers; ++layer) {
+      role.qkv(layer);        // norm, product, bias
+      role.attention(layer);  // QK-norm, RoPE, append, attention
+      role.output(layer);     // product, bias, residual
+      role.gate_up(layer);    // norm, two products, activation
+      role.down(layer);       // product, residual
+    }
+    if (role.has_logits()) role.head();  // norm, product, draw
+  }
+  role.end();
+}
+
+template <typename T, Act kAct, Rounding kRounding, Pairing kPairing, bool kQkNorm, int kDim,
+          int kHidden, int kHeads, int kKvHeads, int kHeadDim, int kRotary, int kVocab, int kLayers,
+          int kCtas, int kStages, int kStageBytes, int kWindow, Copies kCopies, int kSplitChunks, bool kTrace>
+__global__ void __launch_bounds__((kPanelWarps + 2) * 32, 1)
+    decode(const __grid_constant__ DecodeArgs<T> args) {
+  using Shape = DecodeShape<T, kAct, kRounding, kPairing, kQkNorm, kDim, kHidden, kHeads, kKvHeads,
+                            kHeadDim, kRotary, kVocab, kLayers, kCtas, kStages, kStageBytes, kWindow, kCopies,
+                            kSplitChunks, kTrace>;
+  auto* shared = dynamic_shared<unsigned char>();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Shape::kPartials; ++i) {
+      mbarrier_init(reinterpret_cast<u64*>(shared + Shape::kPartialsEmptyAt) + i, 1);
+    }
+    Ring<typename Shape::Ring>(shared).init();
+  }
+  const Beginning beginning(args);
+  __syncthreads();
+  const int warp = threadIdx.x / 32;
+  if (warp == Shape::kFiller) {
+    walk(Filler<Shape>(args, beginning, shared), args.n_tokens, kLayers);
+  } else if (warp == Shape::kFinisher) {
+    walk(Finisher<Shape>(args, beginning, shared), args.n_tokens, kLayers);
+  } else {
+    walk(Multiplier<Shape>(args, beginning, shared), args.n_tokens, kLayers);
+  }
+}
+
+}  // namespace cufuse
