@@ -14,12 +14,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*command: object, **variables: str) -> subprocess.CompletedProcess:
-    """Run a command in the checkout without CXX; its words come back together."""
-    environment = {name: value for name, value in os.environ.items() if name != "CXX"}
+    """Run a command in the checkout, whatever runs this; its words come back together."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "CXX" and not name.startswith("PYTEST_")
+    }
     return subprocess.run(
         [str(word) for word in command],
         cwd=ROOT,
-        env={**environment, **variables},
+        env={**kept, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
