@@ -456,6 +456,7 @@ def main() -> None:
     if options.write is None:
         print(text, end="")
     else:
+        options.write.parent.mkdir(parents=True, exist_ok=True)
         options.write.write_text(text)
         worst = {group: max(of.values()) for group, of in found["rounded"].items()}
         print(f"{options.write}: {made}; largest differences from float64: {worst}")
