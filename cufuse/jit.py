@@ -46,14 +46,16 @@ HOST_FLAGS = (
     "-fPIC",
     "-DCUFUSE_HOST=1",
     "-g1",
+    "-gdwarf-4",  # addr2line mistakes the files of version 5
 )
-# g++ then calls us at every access to memory; the functions that it calls are in host/fibers.cpp.
+# g++ then calls us at every access to memory; the functions that it calls are in host/memory.cpp.
 HOST_CHECK_FLAGS = ("-fsanitize=thread",)
 # A kernel's library names no other: it finds what it needs in the runtime's, which is loaded first
 # and brings C and C++ along. g++'s own functions for HOST_CHECK_FLAGS stay out, and a build is
 # done in 0.20 s of CPU time instead of 0.27.
 HOST_LINK_FLAGS = ("-shared", "-nostdlib")
 ARCHS = ("80", "86", "89", "90a", "100a", "120a")
+MAX_CLUSTER = 8  # what every GPU with clusters can have
 
 _CPP_TYPES = {
     np.dtype(np.float32): "float",
@@ -181,19 +183,29 @@ class Kernel:
         shared_bytes: int = 0,
         stream: Any = None,
         cooperative: bool = False,
+        cluster: int = 1,
+        through: Sequence[Array] = (),
         size_bytes: int | None = None,
     ) -> None:
         """Launch on like's device, asynchronously on `stream` (the current one when None).
 
         `args` holds exactly the fields of the kernel's struct: arrays (or None) for pointers,
-        numbers for scalars. `size_bytes` is what the launch has to read and write in global memory,
-        all arrays once unless said otherwise. Bad field names raise TypeError.
+        numbers for scalars. `cluster` CTAs that follow each other in the grid's first dimension
+        share their shared memory (sm_90 and later). `through` holds the arrays that the kernel
+        reaches by addresses in other arrays: the twin lets it touch no others. `size_bytes` is what
+        the launch has to read and write in global memory, all arrays once unless said otherwise.
+        Bad field names raise TypeError.
         """
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
         # The compiler may read neighbours in one access, as far as 16 bytes.
         shared_bytes = -(-shared_bytes // 16) * 16
         if min(grid) < 1:
             raise ValueError(f"{self.name}: grid {grid} is empty; guard empty input in the op")
+        if not 1 <= cluster <= MAX_CLUSTER or grid[0] % cluster:
+            raise ValueError(
+                f"{self.name}: clusters of {cluster} CTAs in a grid of {grid}; take 1 to "
+                f"{MAX_CLUSTER}, a divisor of the grid's first dimension"
+            )
         packed = self._pack(args)
         recorded, debug = _record.get(), debug_level()
         if recorded is not None or debug >= 2:
@@ -206,10 +218,12 @@ class Kernel:
                 if recorded.dry:
                     return
         if device.kind(like) == "twin":
-            _host_run(self, grid, block, packed, shared_bytes, cooperative)
+            _host_run(self, grid, block, packed, args, shared_bytes, cooperative, cluster, through)
             return
         with device.on_device_of(like):
-            self._launch_gpu(grid, block, packed, shared_bytes, stream, cooperative, size_bytes)
+            self._launch_gpu(
+                grid, block, packed, shared_bytes, stream, cooperative, cluster, size_bytes
+            )
 
     def _pack(self, args: Mapping[str, Any]) -> np.ndarray:
         """Write the fields into the struct's bytes, as one element that CuPy passes by value."""
@@ -231,6 +245,7 @@ class Kernel:
         shared_bytes: int,
         stream: Any,
         cooperative: bool,
+        cluster: int,
         size_bytes: int | None,
     ) -> None:
         cupy = device.require_cupy()
@@ -243,7 +258,18 @@ class Kernel:
         if verbose:
             start, end = cupy.cuda.Event(), cupy.cuda.Event()
             start.record(on)
-        function(grid, (block,), (packed,), shared_mem=shared_bytes, stream=on)
+        if cluster == 1:
+            function(grid, (block,), (packed,), shared_mem=shared_bytes, stream=on)
+        else:
+            info = device.gpu_info(gpu)
+            if int(info.arch.rstrip("af")) < 90:
+                raise device.Unsupported(
+                    f"{self.name} needs clusters of CTAs, which sm_{info.arch} has not: sm_90 and "
+                    "later have them"
+                )
+            _launch_cluster(
+                function, grid, block, packed, shared_bytes, on.ptr, cooperative, cluster
+            )
         if verbose and size_bytes is not None:
             end.record(on)
             end.synchronize()
@@ -252,6 +278,68 @@ class Kernel:
                 f"{self.expression} grid {grid} block {block}: {ms * 1e3:.1f} us, "
                 f"{size_bytes / ms / 1e6:.0f} GB/s"
             )
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: a number, and a union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("n_attributes", ctypes.c_uint),
+    )
+
+
+_COOPERATIVE, _CLUSTER = 2, 4  # CUlaunchAttributeID
+
+
+def _launch_cluster(
+    function: Any,
+    grid: tuple[int, ...],
+    block: int,
+    packed: np.ndarray,
+    shared_bytes: int,
+    stream: int,
+    cooperative: bool,
+    cluster: int,
+) -> None:
+    """Launch through the driver: CuPy knows of no clusters."""
+    attributes = (_LaunchAttribute * 2)()
+    attributes[0].id = _CLUSTER
+    attributes[0].value[:3] = (cluster, 1, 1)
+    attributes[1].id = _COOPERATIVE
+    attributes[1].value[0] = 1
+    config = _LaunchConfig(
+        (ctypes.c_uint * 3)(*grid, *(1,) * (3 - len(grid))),
+        (ctypes.c_uint * 3)(block, 1, 1),
+        shared_bytes,
+        stream,
+        attributes,
+        2 if cooperative else 1,
+    )
+    arguments = (ctypes.c_void_p * 1)(packed.ctypes.data)
+    error = _driver().cuLaunchKernelEx(
+        ctypes.byref(config), ctypes.c_void_p(function.ptr), arguments, None
+    )
+    if error:
+        raise RuntimeError(
+            f"launch of {grid} CTAs of {block} threads in clusters of {cluster} with "
+            f"{shared_bytes} bytes of shared memory: CUDA error {error}"
+        )
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 @functools.cache
@@ -539,7 +627,7 @@ def _only_builder(target: Path) -> Iterator[None]:
 
 
 def twin_check() -> bool:
-    """Read CUFUSE_TWIN_CHECK: 0 leaves out the twin's watch over races in shared memory."""
+    """Read CUFUSE_TWIN_CHECK: 0 leaves out the twin's watch over races and array bounds."""
     return os.environ.get("CUFUSE_TWIN_CHECK", "1") != "0"
 
 
@@ -659,13 +747,41 @@ def twin_seed(seed: int) -> Iterator[None]:
         _seed.reset(token)
 
 
+class _HostArray(ctypes.Structure):
+    """Array of host/fibers.cuh."""
+
+    _fields_ = (
+        ("begin", ctypes.c_void_p),
+        ("size_bytes", ctypes.c_ulonglong),
+        ("read_only", ctypes.c_int),
+        ("name", ctypes.c_char_p),
+    )
+
+
+def _host_arrays(made: Kernel, args: Mapping[str, Any], through: Sequence[Array]) -> Any:
+    """Return the memory that a launch may touch."""
+    layout = made.argument
+    named = [(n, args[n], n in layout.read_only) for n in layout.codes if n in layout.pointers]
+    named += [(f"through[{i}]", array, False) for i, array in enumerate(through)]
+    found = []
+    for name, array, read_only in named:
+        if array is None or not array.size:
+            continue
+        begin, end = np.lib.array_utils.byte_bounds(array)
+        found.append(_HostArray(begin, end - begin, read_only, name.encode()))
+    return (_HostArray * len(found))(*found)
+
+
 def _host_run(
     made: Kernel,
     grid: tuple[int, ...],
     block: int,
     packed: np.ndarray,
+    args: Mapping[str, Any],
     shared_bytes: int,
     cooperative: bool,
+    cluster: int,
+    through: Sequence[Array],
 ) -> None:
     check = twin_check()
     library = _host_library(made, check)
@@ -675,14 +791,19 @@ def _host_run(
             f"Python packed {packed.nbytes}"
         )
     sizes = (ctypes.c_uint * 3)(*grid, *(1,) * (3 - len(grid)))
+    arrays = _host_arrays(made, args, through)
     message = ctypes.create_string_buffer(1 << 16)
     failed = _host_runtime().cufuse_run(
         library.cufuse_thread,
         ctypes.c_void_p(packed.ctypes.data),
+        ctypes.c_ulonglong(packed.nbytes),
         sizes,
         ctypes.c_uint(block),
+        ctypes.c_uint(cluster),
         ctypes.c_ulonglong(shared_bytes),
         ctypes.c_int(cooperative),
+        arrays,
+        ctypes.c_uint(len(arrays)),
         ctypes.c_ulonglong(_seed.get()),
         ctypes.c_double(float(os.environ.get("CUFUSE_TWIN_SECONDS", "60"))),
         ctypes.c_ulonglong(int(os.environ.get("CUFUSE_TWIN_STEPS", "4000000"))),

@@ -12,7 +12,7 @@ import numpy as np
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _FIELD = re.compile(
-    r"^(?:const\s+)?(?P<type>[A-Za-z_]\w*(?:\s+\w+)*?)(?:\s+const)?"
+    r"^(?P<const>const\s+)?(?P<type>[A-Za-z_]\w*(?:\s+\w+)*?)(?P<const_too>\s+const)?"
     r"(?P<pointer>\s*\*\s*(?:const\s+)?(?:__restrict__\s+)?|\s+)(?P<name>\w+)$"
 )
 _SCALARS = {
@@ -36,6 +36,7 @@ class Layout:
     name: str
     dtype: np.dtype
     pointers: frozenset[str]
+    read_only: frozenset[str] = frozenset()  # pointers to const
 
     @functools.cached_property
     def codes(self) -> dict[str, str]:
@@ -93,19 +94,21 @@ def layout(path: Path, name: str) -> Layout:
     if not found:
         raise ValueError(f"{path.name}: no struct {name}")
     fields: list[tuple[str, np.dtype]] = []
-    pointers = set()
+    pointers, read_only = set(), set()
     for declaration in filter(None, (part.strip() for part in found[1].split(";"))):
         field = _FIELD.match(" ".join(declaration.split()))
         if not field:
             raise ValueError(f"{path.name}: {name} has a field cufuse cannot read: {declaration}")
         if "*" in field["pointer"]:
             pointers.add(field["name"])
+            if field["const"] or field["const_too"]:
+                read_only.add(field["name"])
             fields.append((field["name"], _POINTER))
         elif field["type"] in _SCALARS:
             fields.append((field["name"], _SCALARS[field["type"]]))
         else:
             raise ValueError(f"{path.name}: {name}.{field['name']} has type {field['type']}")
-    return Layout(name, np.dtype(fields, align=True), frozenset(pointers))
+    return Layout(name, np.dtype(fields, align=True), frozenset(pointers), frozenset(read_only))
 
 
 @functools.cache

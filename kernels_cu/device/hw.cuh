@@ -404,6 +404,47 @@ CUFUSE_DEVICE void store_bulk(void* target, const void* shared, u32 size_bytes) 
                "r"(shared_address(shared)), "r"(size_bytes)
                : "memory");
 }
+// The same, but each element is added to what is there, or takes its place if it is smaller or
+// larger. No floating-point sums: they would depend on the order of arrival.
+enum class Reduce { add, min, max };
+template <Reduce kReduce>
+struct ReducePtx;
+template <>
+struct ReducePtx<Reduce::add> {
+  static constexpr char kText[] = ".add";
+};
+template <>
+struct ReducePtx<Reduce::min> {
+  static constexpr char kText[] = ".min";
+};
+template <>
+struct ReducePtx<Reduce::max> {
+  static constexpr char kText[] = ".max";
+};
+template <typename T>
+struct IntegerPtx;
+template <>
+struct IntegerPtx<u32> {
+  static constexpr char kText[] = ".u32";
+};
+template <>
+struct IntegerPtx<i32> {
+  static constexpr char kText[] = ".s32";
+};
+template <>
+struct IntegerPtx<u64> {
+  static constexpr char kText[] = ".u64";
+};
+
+template <Reduce kReduce, typename T>
+CUFUSE_DEVICE void reduce_bulk(T* target, const T* shared, u32 size_bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group%3%4 [%0], [%1], %2;" ::"l"(target),
+      "r"(shared_address(shared)), "r"(size_bytes), "C"(ReducePtx<kReduce>::kText),
+      "C"(IntegerPtx<T>::kText)
+      : "memory");
+}
+
 CUFUSE_DEVICE void store_bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Wait until all but kPending of this thread's newest groups have been written.
@@ -425,6 +466,61 @@ CUFUSE_DEVICE void prefetch_bulk(const void* source, u32 size_bytes) {
 
 // Order this thread's own accesses before the bulk copies that come after.
 CUFUSE_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// ---- clusters: CTAs that run together and reach each other's shared memory
+
+CUFUSE_DEVICE u32 cluster_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+CUFUSE_DEVICE u32 cluster_size() {
+  u32 size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
+// Every thread of the cluster comes; who waits sees what the others wrote before they arrived.
+// Shared memory of another CTA may be touched only between a first such barrier, which says that
+// the CTA runs, and a last one, before which it does not end.
+CUFUSE_DEVICE void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+CUFUSE_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+CUFUSE_DEVICE void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+// Where the CTA of this rank has what lies here in the calling one; for plain loads and stores.
+template <typename T>
+CUFUSE_DEVICE T* map_shared(T* shared, u32 rank) {
+  u64 there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(shared), "r"(rank));
+  return reinterpret_cast<T*>(there);
+}
+
+// Arrive at the mbarrier that the CTA of this rank has in this place. That CTA sees what this
+// thread wrote before if it waits with `mbarrier_wait_cluster`.
+CUFUSE_DEVICE void mbarrier_arrive_remote(u64* barrier, u32 rank) {
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}" ::"r"(
+          shared_address(barrier)),
+      "r"(rank)
+      : "memory");
+}
+CUFUSE_DEVICE void mbarrier_wait_cluster(u64* barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
+        "selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (!done);
+}
 
 #endif  // sm_90
 

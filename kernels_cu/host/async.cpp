@@ -38,6 +38,7 @@ struct BulkCopy {
   Landing landing;
   bool was_read;
   std::vector<unsigned char> bytes;  // what a store read, if it was
+  Combine combine;                   // none: what was there is overwritten
 };
 
 struct Thread {
@@ -82,7 +83,7 @@ namespace {
 AsyncState::Members& state() { return cta->async.members(); }
 Thread& current_thread() { return state().threads[cta->current->index]; }
 
-u64 next_random() {
+u64 draw() {
   std::uint64_t& random = state().random;
   random ^= random << 13;
   random ^= random >> 7;
@@ -130,14 +131,14 @@ void check_copy(const void* shared, const void* global, unsigned size_bytes, con
 
 // ---- mbarrier's word
 
-struct Word {
+struct Phase {
   unsigned count, pending, phase;
   int to_come;  // bytes announced and not landed; below zero while a copy overtakes its expect_tx
 };
 
 constexpr u64 kMagic = 1;  // poison is 3 and fresh static memory 0
 
-Word unpack(const u64* barrier, const char* name) {
+Phase unpack(const u64* barrier, const char* name) {
   if (number(barrier) & 7) fault(name, "the mbarrier is not 8-byte aligned");
   check_shared(barrier, 8, name);
   const u64 word = *barrier;
@@ -147,7 +148,7 @@ Word unpack(const u64* barrier, const char* name) {
           static_cast<int>(word >> 40 & 0x1fffff) - (1 << 20)};
 }
 
-u64 pack(const Word& word) {
+u64 pack(const Phase& word) {
   return word.count | static_cast<u64>(word.pending) << 20 |
          static_cast<u64>(word.to_come + (1 << 20)) << 40 | static_cast<u64>(word.phase) << 61 |
          kMagic << 62;
@@ -162,7 +163,7 @@ unsigned bytes_in_flight(const u64* barrier) {
 }
 
 // Put the word back and open the next phase if this one is complete.
-void update(u64* barrier, Word word, const char* name) {
+void update(u64* barrier, Phase word, const char* name) {
   if (word.to_come > static_cast<int>(kMaxExpectBytes) ||
       word.to_come < -static_cast<int>(kMaxExpectBytes)) {
     fault(name, "more than 2^20 - 1 bytes are to come at the mbarrier at " + place(barrier));
@@ -180,7 +181,7 @@ void update(u64* barrier, Word word, const char* name) {
 
 void describe(
     char* text, std::size_t capacity, const u64* barrier, unsigned parity, const char* name) {
-  const Word word = unpack(barrier, name);
+  const Phase word = unpack(barrier, name);
   std::snprintf(text, capacity,
                 "%s of parity %u at %s (%u of %u arrivals missing, %d bytes announced, %u of them "
                 "in flight)",
@@ -209,10 +210,14 @@ void land_bulk(std::size_t i) {
   bulk.pop_back();
   --cta->async.in_flight;
   read_source(copy);
-  std::memcpy(copy.to, copy.bytes.data(), copy.size_bytes);
+  if (copy.combine) {
+    copy.combine(copy.to, copy.bytes.data(), copy.size_bytes);
+  } else {
+    std::memcpy(copy.to, copy.bytes.data(), copy.size_bytes);
+  }
   if (!copy.barrier) return;
-  copy_landed(copy.to, copy.size_bytes, copy.barrier);
-  Word word = unpack(copy.barrier, "copy_bulk");
+  copy_landed(copy.to, copy.from, copy.size_bytes, copy.thread, copy.barrier);
+  Phase word = unpack(copy.barrier, "copy_bulk");
   word.to_come -= static_cast<int>(copy.size_bytes);
   update(copy.barrier, word, "copy_bulk");
 }
@@ -221,7 +226,7 @@ void land_bulk(std::size_t i) {
 void land_some_bulk(bool waiting) {
   const std::size_t n = state().bulk.size();
   if (!n || !chance(4)) return;
-  const std::size_t i = next_random() % n;
+  const std::size_t i = draw() % n;
   if (state().bulk[i].landing == Landing::late && !waiting && !chance(32)) return;
   land_bulk(i);
 }
@@ -232,9 +237,9 @@ void queue(BulkCopy copy) {
   copy.thread = cta->current->index;
   copy.group = thread.store_groups;
   unsigned left = copy.size_bytes;
-  for (unsigned pieces = 1 + next_random() % 3; left; --pieces) {
+  for (unsigned pieces = 1 + draw() % 3; left; --pieces) {
     const unsigned units = left / 16;
-    copy.size_bytes = pieces > 1 ? 16 * (1 + next_random() % units) : left;
+    copy.size_bytes = pieces > 1 ? 16 * (1 + draw() % units) : left;
     copy.landing = chance(2) ? Landing::late : Landing::any_time;
     state().bulk.push_back(copy);
     ++cta->async.in_flight;
@@ -248,7 +253,7 @@ void queue(BulkCopy copy) {
 
 }  // namespace
 
-bool chance(unsigned n) { return next_random() % n == 0; }
+bool chance(unsigned n) { return draw() % n == 0; }
 
 void land_some() {
   std::vector<ThreadCopy>& copies = current_thread().copies;
@@ -286,7 +291,8 @@ void copy_async(void* shared, const void* source, unsigned size_bytes) {
   }
   check_shared(shared, 16, "copy_async");
   Thread& thread = current_thread();
-  copy_begins(shared, 16, thread.copy_groups, true);
+  copy_begins(shared, 16, thread.copy_groups, CopyGroups::load, CopyKind::write);
+  copy_begins(source, size_bytes, thread.copy_groups, CopyGroups::load, CopyKind::read);
   const Landing landing = chance(2) ? Landing::late : Landing::any_time;
   const ThreadCopy copy{static_cast<unsigned char*>(shared), source, size_bytes, thread.copy_groups,
                         landing};
@@ -311,7 +317,7 @@ void copy_async_wait(int pending) {
     }
   }
   thread.copies.erase(later, thread.copies.end());
-  copies_end(thread.copy_groups - pending, true);
+  copies_end(thread.copy_groups - pending, CopyGroups::load);
 }
 
 // ---- mbarrier
@@ -326,9 +332,10 @@ void mbarrier_init(u64* barrier, unsigned count) {
   *barrier = pack({count, count, 0, 0});
 }
 
-void mbarrier_arrive(u64* barrier, unsigned expect_bytes, const char* name) {
-  called_from(__builtin_return_address(0));
-  Word word = unpack(barrier, name);
+namespace {
+
+void arrive_at(u64* barrier, unsigned expect_bytes, const char* name) {
+  Phase word = unpack(barrier, name);
   if (word.pending == 0) {
     fault(name, "one arrival more than the mbarrier at " + place(barrier) + " counts");
   }
@@ -339,19 +346,32 @@ void mbarrier_arrive(u64* barrier, unsigned expect_bytes, const char* name) {
   update(barrier, word, name);
 }
 
-bool mbarrier_test(u64* barrier, unsigned parity, const char* name) {
+}  // namespace
+
+void mbarrier_arrive(u64* barrier, unsigned expect_bytes, const char* name) {
+  called_from(__builtin_return_address(0));
+  arrive_at(barrier, expect_bytes, name);
+}
+
+void mbarrier_arrive_remote(u64* barrier, unsigned rank) {
+  called_from(__builtin_return_address(0));
+  in_cta(rank, barrier, "mbarrier_arrive_remote",
+         [](void* there) { arrive_at(static_cast<u64*>(there), 0, "mbarrier_arrive_remote"); });
+}
+
+bool mbarrier_test(u64* barrier, unsigned parity, const char* name, bool for_cluster) {
   if (parity > 1) fault(name, "the parity is neither 0 nor 1");
   land_some_bulk(true);
   if (unpack(barrier, name).phase == parity) return false;
-  acquire(barrier);
+  acquire(barrier, for_cluster);
   return true;
 }
 
-bool mbarrier_wait(u64* barrier, unsigned parity, u64 spins, const char* name) {
+bool mbarrier_wait(u64* barrier, unsigned parity, u64 spins, const char* name, bool for_cluster) {
   called_from(__builtin_return_address(0));
   char reason[200];
   for (u64 spin = 0;; ++spin) {
-    if (mbarrier_test(barrier, parity, name)) break;
+    if (mbarrier_test(barrier, parity, name, for_cluster)) break;
     if (spins && spin + 1 >= spins) {
       yield(name);  // who polls lets the others go on
       return false;
@@ -370,7 +390,8 @@ void bulk_load(void* shared, const void* source, unsigned size_bytes, u64* barri
   called_from(__builtin_return_address(0));
   check_copy(shared, source, size_bytes, "copy_bulk");
   unpack(barrier, "copy_bulk");
-  copy_begins(shared, size_bytes, -1, true);
+  copy_begins(shared, size_bytes, -1, CopyGroups::load, CopyKind::write);
+  copy_begins(source, size_bytes, -1, CopyGroups::load, CopyKind::read);
   BulkCopy copy{};
   copy.to = static_cast<unsigned char*>(shared);
   copy.from = static_cast<const unsigned char*>(source);
@@ -379,14 +400,18 @@ void bulk_load(void* shared, const void* source, unsigned size_bytes, u64* barri
   queue(copy);
 }
 
-void bulk_store(void* target, const void* shared, unsigned size_bytes) {
+void bulk_store(void* target, const void* shared, unsigned size_bytes, Combine combine) {
   called_from(__builtin_return_address(0));
-  check_copy(shared, target, size_bytes, "store_bulk");
-  copy_begins(shared, size_bytes, current_thread().store_groups, false);
+  check_copy(shared, target, size_bytes, combine ? "reduce_bulk" : "store_bulk");
+  const int group = current_thread().store_groups;
+  copy_begins(shared, size_bytes, group, CopyGroups::store_reads, CopyKind::read);
+  copy_begins(target, size_bytes, group, CopyGroups::store_writes,
+              combine ? CopyKind::update : CopyKind::write);
   BulkCopy copy{};
   copy.to = static_cast<unsigned char*>(target);
   copy.from = static_cast<const unsigned char*>(shared);
   copy.size_bytes = size_bytes;
+  copy.combine = combine;
   queue(copy);
 }
 
@@ -394,7 +419,8 @@ void bulk_store_commit() { ++current_thread().store_groups; }
 
 void bulk_store_wait(int pending, bool only_read) {
   const int newest = current_thread().store_groups - pending;
-  copies_end(newest, false);
+  copies_end(newest, CopyGroups::store_reads);
+  if (!only_read) copies_end(newest, CopyGroups::store_writes);
   std::vector<BulkCopy>& bulk = state().bulk;
   for (std::size_t i = 0; i < bulk.size();) {
     BulkCopy& copy = bulk[i];

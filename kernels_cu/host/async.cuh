@@ -45,18 +45,27 @@ void copy_async_wait(int pending);
 
 void mbarrier_init(unsigned long long* barrier, unsigned count);
 void mbarrier_arrive(unsigned long long* barrier, unsigned expect_bytes, const char* name);
-// Whether the phase with this parity has completed.
-bool mbarrier_test(unsigned long long* barrier, unsigned parity, const char* name);
+// The same at the barrier that another CTA of the cluster has in this place.
+void mbarrier_arrive_remote(unsigned long long* barrier, unsigned rank);
+// Whether the phase with this parity has completed; `for_cluster` takes over what arrivals from
+// other CTAs released.
+bool mbarrier_test(unsigned long long* barrier,
+                   unsigned parity,
+                   const char* name,
+                   bool for_cluster);
 // Wait for it; false after `spins` tries in vain, where 0 never gives up.
 bool mbarrier_wait(unsigned long long* barrier,
                    unsigned parity,
                    unsigned long long spins,
-                   const char* name);
+                   const char* name,
+                   bool for_cluster = false);
 
 // ---- cp.async.bulk
 
 void bulk_load(void* shared, const void* source, unsigned size_bytes, unsigned long long* barrier);
-void bulk_store(void* target, const void* shared, unsigned size_bytes);
+// How bytes that arrive change those that are there.
+using Combine = void (*)(void* target, const void* source, unsigned size_bytes);
+void bulk_store(void* target, const void* shared, unsigned size_bytes, Combine combine = nullptr);
 void bulk_store_commit();
 // Until at most `pending` of this thread's newest groups are unfinished; with `only_read`, until
 // the others' shared memory was read, though nothing of it need have been written.

@@ -1,8 +1,8 @@
 // A CUDA grid on the CPU, as its kernels see it: where a thread is, and how it waits for others.
 //
 // Each CUDA thread is a fiber. It runs until it has to wait (barrier, shuffle, flag) and then hands
-// over to another fiber of its CTA. All that needs no template is compiled once, in fibers.cpp:
-// this header stands in front of every kernel's compile.
+// over to another fiber of its CTA, or of another CTA. All that needs no template is compiled once,
+// in fibers.cpp and memory.cpp: this header stands in front of every kernel's compile.
 // Guarded by name: a precompiled header may come from another checkout, where the file has another
 // date, and `#pragma once` would take it for another file.
 #ifndef CUFUSE_HOST_FIBERS_CUH
@@ -17,6 +17,14 @@
 namespace cufuse::host {
 
 constexpr std::size_t kMaxSharedBytes = 232448;
+
+// An array that a launch was given.
+struct Array {
+  const void* begin;
+  unsigned long long size_bytes;
+  int read_only;  // the kernel's struct says const
+  const char* name;
+};
 
 struct Dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -39,7 +47,7 @@ struct Cta {
   WgmmaState wgmma;
 };
 
-// The CTA that this worker thread runs. Fibers never change threads.
+// The CTA whose turn it is. A launch never changes threads.
 extern __thread Cta* cta __attribute__((tls_model("initial-exec")));
 
 inline unsigned current_lane() { return cta->current->index % 32; }
@@ -50,24 +58,46 @@ inline unsigned current_lane() { return cta->current->index % 32; }
 // Hand over to another fiber that is still running.
 void yield(const char* reason);
 
-// ---- what the race check has to know of what the compiler does not see
+// ---- what the check of memory has to know of what the compiler does not see
 
 // The caller's place in the kernel, for reports; our own functions that a kernel calls say it.
 void called_from(const void* return_address);
-// Who acquires an object has seen all that was done before its releases.
+// Who acquires an object of the CTA has seen all that was done before its releases.
 void release(const void* object);
-void acquire(const void* object);
-void accessed(const void* shared, unsigned size_bytes, bool is_write);
-// The calling thread's copy may touch shared memory from now on until `copies_end` of its group
-// or, with group -1, until `copy_landed`, which releases the object.
-void copy_begins(const void* shared, unsigned size_bytes, int group, bool is_write);
-void copies_end(int newest_group, bool is_write);
-void copy_landed(const void* shared, unsigned size_bytes, const void* object);
+void acquire(const void* object, bool for_cluster = false);
+// A fence of the calling thread, for relaxed words before and after it.
+void fence();
+// Memory that the kernel's own code does not touch: `shared` may be global memory too.
+void accessed(const void* memory, unsigned size_bytes, bool is_write);
+// Count as one of a thread's copies until `copies_end` of its group or, with group -1, until
+// `copy_landed`.
+enum class CopyGroups { load, store_reads, store_writes };
+enum class CopyKind { read, write, update };
+void copy_begins(
+    const void* memory, unsigned size_bytes, int group, CopyGroups groups, CopyKind kind);
+void copies_end(int newest_group, CopyGroups groups);
+// A copy of `issuer` landed; who acquires the object has seen that.
+void copy_landed(const void* shared,
+                 const void* source,
+                 unsigned size_bytes,
+                 unsigned issuer,
+                 const void* object);
 // The calling thread's warp reads shared memory for a product until it says that this is over.
 void operand_begins(const void* shared, unsigned size_bytes);
 void operand_ends(const void* shared, unsigned size_bytes);
 // What the thread stored before, or has seen stored, is there for bulk copies and products.
 void fence_proxy_async();
+
+// ---- clusters
+
+unsigned cluster_rank();
+unsigned cluster_size();
+// Where the CTA of this rank has what lies here in the calling one.
+void* map_shared(const void* shared, unsigned rank);
+void cluster_arrive();
+void cluster_wait();
+// Do something in the name of another CTA of the cluster, with its copy of what lies here.
+void in_cta(unsigned rank, void* shared, const char* name, void (*work)(void* there));
 
 // ---- barriers
 

@@ -446,6 +446,27 @@ inline void copy_bulk(
 inline void store_bulk(void* target, const void* shared, u32 size_bytes) {
   host::bulk_store(target, shared, size_bytes);
 }
+// Done by the copy engine: no accesses of the thread that happens to run.
+enum class Reduce { add, min, max };
+template <Reduce kReduce, typename T>
+__attribute__((no_sanitize("thread"))) void combine(void* target,
+                                                    const void* source,
+                                                    unsigned size_bytes) {
+  T* to = static_cast<T*>(target);
+  const T* from = static_cast<const T*>(source);
+  for (u32 i = 0; i < size_bytes / sizeof(T); ++i) {
+    if (kReduce == Reduce::add) {
+      to[i] += from[i];
+    } else if (kReduce == Reduce::min ? from[i] < to[i] : from[i] > to[i]) {
+      to[i] = from[i];
+    }
+  }
+}
+template <Reduce kReduce, typename T>
+void reduce_bulk(T* target, const T* shared, u32 size_bytes) {
+  static_assert(std::is_integral_v<T>, "floating-point sums depend on the order of arrival");
+  host::bulk_store(target, shared, size_bytes, combine<kReduce, T>);
+}
 inline void store_bulk_commit() { host::bulk_store_commit(); }
 template <int kPending>
 void store_bulk_wait() {
@@ -459,6 +480,28 @@ inline void prefetch_bulk(const void* source, u32 size_bytes) {
   host::bulk_prefetch(source, size_bytes);
 }
 inline void fence_proxy_async() { host::fence_proxy_async(); }
+
+// ---- clusters
+
+inline u32 cluster_rank() { return host::cluster_rank(); }
+inline u32 cluster_size() { return host::cluster_size(); }
+inline void cluster_arrive() { host::cluster_arrive(); }
+inline void cluster_wait() { host::cluster_wait(); }
+inline void cluster_sync() {
+  host::cluster_arrive();
+  host::cluster_wait();
+}
+template <typename T>
+T* map_shared(T* shared, u32 rank) {
+  return static_cast<T*>(host::map_shared(shared, rank));
+}
+inline void mbarrier_arrive_remote(u64* barrier, u32 rank) {
+  host::mbarrier_arrive_remote(barrier, rank);
+  if (host::chance(4)) host::yield("mbarrier_arrive_remote");
+}
+inline void mbarrier_wait_cluster(u64* barrier, u32 parity) {
+  host::mbarrier_wait(barrier, parity, 0, "mbarrier_wait_cluster", true);
+}
 
 // ---- tensor cores
 
