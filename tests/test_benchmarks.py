@@ -200,7 +200,8 @@ def test_ops_table_counts_launches_and_bytes():
     ids=["op", "decode"],
 )
 def test_kernels_on_the_cpu_are_checked_and_not_timed(arguments):
-    result = bench(*arguments, "--device", "cpu-kernels", "-r", "1", "-o", "jsonl")
+    engines = ("-e", "reference,unfused,fused")
+    result = bench(*arguments, *engines, "--device", "cpu-kernels", "-r", "1", "-o", "jsonl")
     made = {row["engine"]: row for row in found(result)}
     assert set(made) == {"reference", "unfused", "fused"}
     for engine in ("unfused", "fused"):
