@@ -216,7 +216,7 @@ def run_on_cpu(
                 std=time.std,
                 samples=list(time.samples),
             )
-        else:
+        elif engine in ("unfused", "fused"):
             with jit.record(dry=True) as record:
                 getattr(case, engine)(case.arrays("twin", filled=False))
             verified = checked and where == "cpu-kernels"
