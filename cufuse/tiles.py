@@ -240,8 +240,8 @@ def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
             return tile
     raise device.Unsupported(
         f"mega: {config.name} needs {decode_shared_bytes(config, dtype, tile)} bytes of shared "
-        f"memory with a ring of {_FEWEST_STAGES} stages and this GPU has {target.shared_bytes}; use "
-        "engine unfused"
+        f"memory with a ring of {_FEWEST_STAGES} stages and this GPU has "
+        f"{target.shared_bytes}; use engine unfused"
     )
 
 
@@ -261,15 +261,16 @@ def decode_shared_bytes(c: Config, dtype: Any, tile: DecodeTile) -> int:
     itemsize = np.dtype(dtype).itemsize
     group = c.n_heads // c.n_kv_heads
     row_bytes = c.head_dim * itemsize
-    ring = tile.stages * (tile.stage_bytes + 128 + 16)
+    ring = 128 + tile.stages * (tile.stage_bytes + 128 + 16)
     widest = max(c.dim, c.q_dim, c.hidden_dim)
-    merged = 1 if c.head_dim >= 256 else min(256 // c.head_dim, group)
-    x = max(32 * _packed_tiles(widest, itemsize), _PANEL_WARPS * merged * (c.head_dim + 8) * 4)
+    keys = min(128, 1 << (tile.stage_bytes // row_bytes).bit_length() - 1)
+    merge = 4 * group * (c.head_dim + 8 + keys + 8) * 4
+    x = max(32 * _packed_tiles(widest, itemsize), merge)
     partials = 4 * (_PANEL_WARPS * 16 * 4 + 8)
     rows = _round_up((group + 2) * row_bytes, 16)
     norms = _round_up((group + 1) * row_bytes, 16) if c.qk_norm == "head" else 0
     angles = _round_up(c.rotary_dim * 4, 16)
-    stats = (2 * _PANEL_WARPS + 1) * 8 * 4
+    stats = (2 * 4 + 1) * 8 * 4
     return (
         _round_up(ring, 128)
         + _round_up(x, 16)

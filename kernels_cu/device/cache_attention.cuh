@@ -1,6 +1,6 @@
-// Attention of one query per head over a part of the KV cache that comes through a ring: chunks of
-// kKeys keys and then their values, to the groups of warps in turn. Every warp keeps a softmax of
-// its own over the keys that it sees; `merge_heads` puts the warps' together.
+// Attention of the query heads of one KV head over a part of its cache that comes through a ring:
+// chunks of kKeys keys and then their values, to the groups of four warps in turn. Every group keeps
+// a softmax of its own over the keys that it sees.
 //
 // A chunk lies in its stage as 8 slices of consecutive rows, each 16 bytes further on than it would
 // be: row i of all slices, 8 keys, is then read without bank conflicts whatever the head's size is.
@@ -25,239 +25,257 @@ struct CacheShape {
   static constexpr int kSliceRows = kKeys / kSlices;
   static constexpr int kSliceBytes = kSliceRows * kRowBytes;
   static constexpr int kSlicePitch = kSliceBytes + 16;
-  static constexpr int kPairs = kSliceRows / 2;  // of row indices: 16 keys
-  static constexpr int kPairsPerWarp = (kPairs + kGroupWarps - 1) / kGroupWarps;
+  // The logits of a chunk between the warps of a group: [kHeads, kLogitPitch] floats.
+  static constexpr int kLogitPitch = kKeys + 8;
+  static constexpr int kLogitBytes = kHeads * kLogitPitch * 4;
   static_assert(kHeadDim % 16 == 0 && kHeadDim <= 256, "a row is whole tiles");
   static_assert(kHeads <= kMostHeads, "a group has at most 8 query heads");
   static_assert(kSlices * kSlicePitch <= kStageBytes + 128, "a chunk fits a stage");
 };
 
-// What one warp knows: per head the largest logit (times log2 e), the sum of 2^(logit - max) and
-// the values weighted with it.
+// What a warp of a group knows: per head the largest logit (times log2 e), the sum of
+// 2^(logit - max), and every fourth tile of 8 columns of the values weighted with it.
 template <typename T, typename Shape>
-struct WarpAttention {
+struct GroupAttention {
   static constexpr int kHeadDim = Shape::kHeadDim;
-  const u32* q;  // of head lane / 4 in shared memory, from word lane % 4 on; null for no head
-  float max = minus_infinity();
-  float total = 0.0f;  // of this lane's keys
-  float out[kHeadDim / 8][2];
+  static constexpr int kTiles = kHeadDim / 8;
+  static constexpr int kMine = (kTiles + 7) / 8 * 2;  // in pairs
+  float max = minus_infinity();  // of head lane / 4
+  float total = 0.0f;            // of this lane's keys
+  float out[kMine][2] = {};
 
-  // shared_q: [kHeads, kHeadDim]
-  CUFUSE_DEVICE explicit WarpAttention(const T* shared_q) {
-    const int lane = thread_here() % 32, head = lane / 4;
-    q = head < Shape::kHeads ? reinterpret_cast<const u32*>(shared_q + head * kHeadDim) + lane % 4
-                             : nullptr;
-#pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) out[n][0] = out[n][1] = 0.0f;
-  }
-
-  // One chunk, whose first key is `first`; keys outside [span.first, span.last) are left out. The
-  // warp is `quarter` of its group; `values` waits for the values' stage.
-  template <typename Values>
-  CUFUSE_DEVICE void add_chunk(const unsigned char* keys,
+  // One chunk, whose first key is `first`; keys outside [span.first, span.last) are left out.
+  //   queries: [kHeads, kHeadDim] in shared memory
+  //   logits: kLogitBytes of the group; sync is its barrier
+  //   values: waits for the values' stage
+  template <typename Sync, typename Values>
+  CUFUSE_DEVICE void add_chunk(const T* queries,
+                               const unsigned char* keys,
+                               float* logits,
                                int quarter,
                                int first,
                                KeySpan span,
                                float scale,
+                               const Sync& sync,
                                const Values& values) {
     const bool whole = first >= span.first && first + Shape::kKeys <= span.last;
-    const unsigned char* stage = nullptr;
+    find_logits(queries, keys, logits, quarter, scale);
+    sync();
+    const int lane = thread_here() % 32;
+    const int head = min(lane / 4, Shape::kHeads - 1);
+    // Rows `row` and `row` + 1 of slices 2 (lane % 4) and the next: a lane's four keys of 16.
+    const float* mine = logits + head * Shape::kLogitPitch + lane % 4 * 2;
+    auto visible = [&](int slice, int row) {
+      const int key = first + (lane % 4 * 2 + slice) * Shape::kSliceRows + row;
+      return whole || (key >= span.first && key < span.last);
+    };
+
+    float top = max;
+#pragma unroll 4
+    for (int row = 0; row < Shape::kSliceRows; ++row) {
+      const auto s = load_vec<2>(mine + row * kSlices);
+      if (visible(0, row)) top = fmaxf(top, s.v[0]);
+      if (visible(1, row)) top = fmaxf(top, s.v[1]);
+    }
+#pragma unroll
+    for (int offset = 1; offset < 4; offset *= 2) {
+      top = fmaxf(top, __shfl_xor_sync(kFullMask, top, offset));
+    }
+    const float shift = softmax_shift(top);
+    const float rescale = exp2f(max - shift);
+    max = top;
+    total *= rescale;
+#pragma unroll
+    for (int n = 0; n < kMine; ++n) {
+      out[n][0] *= rescale;
+      out[n][1] *= rescale;
+    }
+
+    const unsigned char* source = values() + lane % 8 * Shape::kSlicePitch +
+                                  lane / 8 % 2 * Shape::kRowBytes + lane / 16 * 16;
 #pragma unroll 1
-    for (int row = 2 * quarter; row < Shape::kSliceRows; row += 2 * kGroupWarps) {
-      const int lane = thread_here() % 32;
-      // This lane's keys: rows `row` and `row` + 1 of slices 2 (lane % 4) and the next.
-      u32 visible = 0xf;
-      if (!whole) {
-        visible = 0;
+    for (int row = 0; row < Shape::kSliceRows; row += 2) {
+      u32 a[4] = {}, keep[2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int key = first + (lane % 4 * 2 + i % 2) * Shape::kSliceRows + row + i / 2;
-          if (key >= span.first && key < span.last) visible |= 1u << i;
+      for (int i = 0; i < 2; ++i) {
+        const auto s = load_vec<2>(mine + (row + i) * kSlices);
+        const bool here[2] = {visible(0, row + i), visible(1, row + i)};
+        T p[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float e = here[j] ? exp2f(s.v[j] - shift) : 0.0f;
+          total += e;
+          p[j] = from_float<T>(e);
         }
-      }
-      float p[4];
-      logits(p, keys, row, lane);
-      float top = max;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        p[i] = visible >> i & 1 ? p[i] * scale : minus_infinity();
-        top = fmaxf(top, p[i]);
+        a[2 * i] = word_of(p[0], p[1]);
+        // Rows that nobody wrote may hold anything; 0 times that is not 0.
+        keep[i] = (here[0] ? 0xffffu : 0u) | (here[1] ? 0xffff0000u : 0u);
       }
 #pragma unroll
-      for (int offset = 1; offset < 4; offset *= 2) {
-        top = fmaxf(top, __shfl_xor_sync(kFullMask, top, offset));
-      }
-      const float shift = softmax_shift(top);
-      const float rescale = exp2f(max - shift);
-      max = top;
-      total *= rescale;
-      T rounded[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        p[i] = exp2f(p[i] - shift);
-        total += p[i];
-        rounded[i] = from_float<T>(p[i]);
-      }
-      if (!stage) stage = values();
-      const u32 a[4] = {word_of(rounded), 0, word_of(rounded + 2), 0};
-      // Rows that nobody wrote may hold anything; 0 times that is not 0.
-      const u32 keep[2] = {(visible & 1 ? 0xffffu : 0u) | (visible & 2 ? 0xffff0000u : 0u),
-                           (visible & 4 ? 0xffffu : 0u) | (visible & 8 ? 0xffff0000u : 0u)};
-      const unsigned char* source = stage + lane % 8 * Shape::kSlicePitch +
-                                    (row + lane / 8 % 2) * Shape::kRowBytes + lane / 16 * 16;
-#pragma unroll
-      for (int n = 0; n < kHeadDim / 8; n += 2) {
+      for (int n = 0; n < kMine; n += 2) {
+        // Tiles quarter * 2 + {0, 1}, then 8 further on: two in one access.
+        const int tile = quarter * 2 + n * kGroupWarps;
+        if (kTiles % (2 * kGroupWarps) != 0 && tile >= kTiles) break;
         u32 b[4];
-        load_matrix_transposed(b, source + n * 16);
+        load_matrix_transposed(b, source + row * Shape::kRowBytes + tile * 16);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          float c[4] = {out[n + i][0] * rescale, out[n + i][1] * rescale, 0.0f, 0.0f};
+          float c[4] = {out[n + i][0], out[n + i][1], 0.0f, 0.0f};
           mma_m16n8k16<T>(c, a, b[2 * i] & keep[0], b[2 * i + 1] & keep[1]);
           out[n + i][0] = c[0];
           out[n + i][1] = c[1];
         }
       }
     }
-    if (!stage) values();
   }
 
-  // max and total of all heads to maxima, totals [kMostHeads].
-  CUFUSE_DEVICE void store_stats(float* maxima, float* totals) const {
+  // max and total of all heads, the same in all warps of the group, to maxima, totals [kMostHeads];
+  // this warp's columns of the weighted values to rows [kHeads, pitch].
+  CUFUSE_DEVICE void store(float* maxima, float* totals, float* rows, int pitch, int quarter) const {
+    const int lane = thread_here() % 32, head = lane / 4;
     float sum = total;
 #pragma unroll
     for (int offset = 1; offset < 4; offset *= 2) sum += __shfl_xor_sync(kFullMask, sum, offset);
-    const int lane = thread_here() % 32;
-    if (lane % 4 == 0) {
-      maxima[lane / 4] = max;
-      totals[lane / 4] = sum;
+    if (quarter == 0 && lane % 4 == 0) {
+      maxima[head] = max;
+      totals[head] = sum;
     }
-  }
-
-  // The weighted values of heads [head, head + count) to rows [count, pitch].
-  CUFUSE_DEVICE void store_out(float* rows, int pitch, int head, int count) const {
-    const int lane = thread_here() % 32, mine = lane / 4 - head, t = lane % 4;
-    if (mine < 0 || mine >= count) return;
+    if (head >= Shape::kHeads) return;
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
-      *reinterpret_cast<float2*>(rows + mine * pitch + n * 8 + 2 * t) =
-          make_float2(out[n][0], out[n][1]);
+    for (int n = 0; n < kMine; ++n) {
+      const int tile = quarter * 2 + n / 2 * 2 * kGroupWarps + n % 2;
+      if (kTiles % (2 * kGroupWarps) != 0 && tile >= kTiles) break;
+      store_vec<2>(rows + head * pitch + tile * 8 + lane % 4 * 2,
+                   Vec<float, 2>{{out[n][0], out[n][1]}});
     }
   }
 
  private:
-  // Of 16 keys, rows `row` and `row` + 1 of all slices.
-  CUFUSE_DEVICE void logits(float (&s)[4], const unsigned char* keys, int row, int lane) const {
-    const unsigned char* source = keys + lane % 8 * Shape::kSlicePitch +
-                                  (row + lane / 16) * Shape::kRowBytes + lane / 8 % 2 * 16;
-    float even[4] = {}, odd[4] = {};
-#pragma unroll
-    for (int k = 0; k < kHeadDim / 16; ++k) {
-      u32 b[4];
-      load_matrix(b, source + k * 32);
-      const u32 a[4] = {q ? q[k * 8] : 0, 0, q ? q[k * 8 + 4] : 0, 0};
-      mma_m16n8k16<T>(even, a, b[0], b[1]);
-      mma_m16n8k16<T>(odd, a, b[2], b[3]);
+  // Every fourth 16 keys of the chunk: rows `row` and `row` + 1 of all slices.
+  static CUFUSE_DEVICE void find_logits(
+      const T* queries, const unsigned char* keys, float* logits, int quarter, float scale) {
+    const int lane = thread_here() % 32, head = lane / 4, t = lane % 4;
+    const u32* q = reinterpret_cast<const u32*>(queries + head * kHeadDim) + t;
+    const bool there = head < Shape::kHeads;
+#pragma unroll 1
+    for (int row = 2 * quarter; row < Shape::kSliceRows; row += 2 * kGroupWarps) {
+      const unsigned char* source = keys + lane % 8 * Shape::kSlicePitch +
+                                    (row + lane / 16) * Shape::kRowBytes + lane / 8 % 2 * 16;
+      float even[4] = {}, odd[4] = {};
+#pragma unroll 4
+      for (int k = 0; k < kHeadDim / 16; ++k) {
+        u32 b[4];
+        load_matrix(b, source + k * 32);
+        const u32 a[4] = {there ? q[k * 8] : 0, 0, there ? q[k * 8 + 4] : 0, 0};
+        mma_m16n8k16<T>(even, a, b[0], b[1]);
+        mma_m16n8k16<T>(odd, a, b[2], b[3]);
+      }
+      if (there) {
+        float* to = logits + head * Shape::kLogitPitch + row * kSlices + 2 * t;
+        store_vec<2>(to, Vec<float, 2>{{even[0] * scale, even[1] * scale}});
+        store_vec<2>(to + kSlices, Vec<float, 2>{{odd[0] * scale, odd[1] * scale}});
+      }
     }
-    s[0] = even[0];
-    s[1] = even[1];
-    s[2] = odd[0];
-    s[3] = odd[1];
   }
 };
 
-// The same in float32: a lane takes a key of 16 and half of its row, then every 32nd value.
+// The same in float32: a warp takes every fourth head, a lane a key of 32 and then every 32nd
+// column.
 template <typename Shape>
-struct WarpAttention<float, Shape> {
+struct GroupAttention<float, Shape> {
   static constexpr int kHeadDim = Shape::kHeadDim;
-  static constexpr int kHeads = Shape::kHeads;
+  static constexpr int kMine = (Shape::kHeads + kGroupWarps - 1) / kGroupWarps;
   static constexpr int kColumns = (kHeadDim + 31) / 32;
-  const float* q;  // [kHeads, kHeadDim] in shared memory
-  float max[kHeads], total[kHeads], out[kHeads][kColumns];
+  float max[kMine], total[kMine] = {}, out[kMine][kColumns] = {};
 
-  CUFUSE_DEVICE explicit WarpAttention(const float* shared_q) : q(shared_q) {
+  CUFUSE_DEVICE GroupAttention() {
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
-      max[h] = minus_infinity();
-      total[h] = 0.0f;
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) out[h][c] = 0.0f;
-    }
+    for (int h = 0; h < kMine; ++h) max[h] = minus_infinity();
   }
 
-  template <typename Values>
-  CUFUSE_DEVICE void add_chunk(const unsigned char* keys, int quarter, int first, KeySpan span,
-                               float scale, const Values& values) {
-    const int lane = thread_here() % 32, half = lane / 16;
-    const unsigned char* stage = nullptr;
-    for (int row = 2 * quarter; row < Shape::kSliceRows; row += 2 * kGroupWarps) {
-      const int offset = lane % 8 * Shape::kSlicePitch + (row + lane / 8 % 2) * Shape::kRowBytes;
-      const int key = first + lane % 8 * Shape::kSliceRows + row + lane / 8 % 2;
-      const bool visible = key >= span.first && key < span.last;
-      const float* k = reinterpret_cast<const float*>(keys + offset) + half * (kHeadDim / 2);
-      float p[kHeads], rescale[kHeads];
+  template <typename Sync, typename Values>
+  CUFUSE_DEVICE void add_chunk(const float* queries,
+                               const unsigned char* keys,
+                               float*,
+                               int quarter,
+                               int first,
+                               KeySpan span,
+                               float scale,
+                               const Sync&,
+                               const Values& values) {
+    const unsigned char* stage = values();
+    const int lane = thread_here() % 32;
 #pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        const float* query = q + h * kHeadDim + half * (kHeadDim / 2);
+    for (int h = 0; h < kMine; ++h) {
+      const int head = quarter + h * kGroupWarps;
+      if (head >= Shape::kHeads) break;
+      const float* q = queries + head * kHeadDim;
+#pragma unroll 1
+      for (int begin = 0; begin < Shape::kKeys; begin += 32) {
+        const int count = min(32, Shape::kKeys - begin);
+        const int mine = begin + min(lane, count - 1);
+        const int key = first + place(mine);
+        const auto* k = reinterpret_cast<const float*>(keys + offset(mine));
         float dot[4] = {};
 #pragma unroll 4
-        for (int c = 0; c < kHeadDim / 2; c += 4) {
-          const auto a = load_vec<4>(k + c), b = load_vec<4>(query + c);
+        for (int c = 0; c < kHeadDim; c += 4) {
+          const auto a = load_vec<4>(k + c), b = load_vec<4>(q + c);
 #pragma unroll
           for (int j = 0; j < 4; ++j) dot[j] = fmaf(a.v[j], b.v[j], dot[j]);
         }
-        float s = (dot[0] + dot[1]) + (dot[2] + dot[3]);
-        s += __shfl_xor_sync(kFullMask, s, 16);
-        s = visible ? s * scale : minus_infinity();
+        const bool visible = lane < count && key >= span.first && key < span.last;
+        const float s =
+            visible ? ((dot[0] + dot[1]) + (dot[2] + dot[3])) * scale : minus_infinity();
         const float top = fmaxf(max[h], warp_max(s));
         const float shift = softmax_shift(top);
-        rescale[h] = exp2f(max[h] - shift);
+        const float rescale = exp2f(max[h] - shift);
+        const float p = exp2f(s - shift);
         max[h] = top;
-        p[h] = exp2f(s - shift);
-        total[h] = fmaf(total[h], rescale[h], warp_sum(half == 0 ? p[h] : 0.0f));
+        total[h] = fmaf(total[h], rescale, warp_sum(p));
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) out[h][c] *= rescale[h];
-      }
-      if (!stage) stage = values();
+        for (int c = 0; c < kColumns; ++c) out[h][c] *= rescale;
 #pragma unroll 1
-      for (int i = 0; i < 16; ++i) {
-        const int at = first + i % 8 * Shape::kSliceRows + row + i / 8;
-        const bool there = at >= span.first && at < span.last;
-        const float* v = reinterpret_cast<const float*>(stage + i % 8 * Shape::kSlicePitch +
-                                                        (row + i / 8) * Shape::kRowBytes);
-#pragma unroll
-        for (int h = 0; h < kHeads; ++h) {
-          const float weight = __shfl_sync(kFullMask, p[h], i);
+        for (int i = 0; i < count; ++i) {
+          const float weight = __shfl_sync(kFullMask, p, i);
+          const int at = first + place(begin + i);
+          if (at < span.first || at >= span.last) continue;
+          const auto* v = reinterpret_cast<const float*>(stage + offset(begin + i));
 #pragma unroll
           for (int c = 0; c < kColumns; ++c) {
             const int column = lane + c * 32;
-            if (there && column < kHeadDim) out[h][c] = fmaf(weight, v[column], out[h][c]);
+            if (column < kHeadDim) out[h][c] = fmaf(weight, v[column], out[h][c]);
           }
         }
       }
     }
-    if (!stage) values();
   }
 
-  CUFUSE_DEVICE void store_stats(float* maxima, float* totals) const {
+  CUFUSE_DEVICE void store(float* maxima, float* totals, float* rows, int pitch, int quarter) const {
+    const int lane = thread_here() % 32;
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
-      if (thread_here() % 32 == h) {
-        maxima[h] = max[h];
-        totals[h] = total[h];
+    for (int h = 0; h < kMine; ++h) {
+      const int head = quarter + h * kGroupWarps;
+      if (head >= Shape::kHeads) break;
+      if (lane == 0) {
+        maxima[head] = max[h];
+        totals[head] = total[h];
       }
-    }
-  }
-
-  CUFUSE_DEVICE void store_out(float* rows, int pitch, int head, int count) const {
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
-      if (h < head || h >= head + count) continue;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
-        const int column = thread_here() % 32 + c * 32;
-        if (column < kHeadDim) rows[(h - head) * pitch + column] = out[h][c];
+        const int column = lane + c * 32;
+        if (column < kHeadDim) rows[head * pitch + column] = out[h][c];
       }
     }
+  }
+
+ private:
+  // Key i of a chunk, where rows of all slices follow each other: its place in the sequence, and
+  // its byte in the stage.
+  static CUFUSE_DEVICE int place(int i) {
+    return i % kSlices * Shape::kSliceRows + i / kSlices;
+  }
+  static CUFUSE_DEVICE int offset(int i) {
+    return i % kSlices * Shape::kSlicePitch + i / kSlices * Shape::kRowBytes;
   }
 };
 

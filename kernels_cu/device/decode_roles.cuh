@@ -15,6 +15,11 @@
 
 namespace cufuse {
 
+// Named barriers.
+constexpr u32 kMultiplierBarrier = 1;  // the warps that multiply
+constexpr u32 kSumsBarrier = 2;        // and 3..5: the sums of a panel are there
+constexpr u32 kGroupBarrier = 6;       // and 7..9: the warps of a group
+
 // How attention cuts the keys that are in the cache: chunks of a sequence go to splits. It depends
 // on the position and the window alone.
 struct CacheSplit {
@@ -40,19 +45,34 @@ CUFUSE_DEVICE CacheSplit split_cache(int position, int window) {
   return split;
 }
 
-// What a launch finds. The last CTA to go changes it, so all threads read it before their first
-// barrier.
+// What a launch finds and leaves otherwise: all threads read it before the barrier behind which
+// their CTA counts as arrived, and it changes when all CTAs have.
 struct Beginning {
   u32 sequence;
   int start;
-  u64 deadline;
 
   template <typename T>
   CUFUSE_DEVICE explicit Beginning(const DecodeArgs<T>& args)
-      : sequence(args.control[kControlSequence]),
-        start(args.start[0]),
-        deadline(timer_ns() + args.budget_ns) {}
+      : sequence(args.control[kControlSequence]), start(args.start[0]) {}
 };
+
+// The first bytes of shared memory.
+struct LaunchBlock {
+  Deadline deadline;
+  int first_token;  // `ids` may take its place
+};
+static_assert(sizeof(LaunchBlock) <= Deadline::kBytes, "the ring comes behind it");
+
+// By one thread, before the first barrier.
+template <typename Shape>
+CUFUSE_DEVICE void begin_launch(const DecodeArgs<typename Shape::T>& args) {
+  *dynamic_shared<LaunchBlock>() = {{args.control + kControlFault, timer_ns() + args.budget_ns},
+                                    args.tokens[0]};
+  auto* empty =
+      reinterpret_cast<u64*>(dynamic_shared<unsigned char>() + Shape::kPartialsEmptyAt);
+  for (int i = 0; i < Shape::kPartials; ++i) mbarrier_init(empty + i, 1);
+  Ring<typename Shape::Ring, Shape::kRingAt>::init();
+}
 
 // What all roles know.
 template <typename Shape>
@@ -68,7 +88,6 @@ struct Role {
 
   CUFUSE_DEVICE Role(const DecodeArgs<T>& args, const Beginning& beginning, int role)
       : args(args),
-        watch{args.control + kControlFault, beginning.deadline, false},
         tracer(args.trace, role),
         sequence(beginning.sequence),
         start(beginning.start) {}
@@ -76,7 +95,7 @@ struct Role {
   CUFUSE_DEVICE void begin(int token) { n = token; }
 
   CUFUSE_DEVICE int position() const { return start + n; }
-  CUFUSE_DEVICE bool has_logits() const { return args.all_logits || n + 1 == args.n_tokens; }
+  CUFUSE_DEVICE bool has_logits() const { return args.all_logits || n + 1 >= args.n_given; }
 
   // Of what a layer hands on; the layer before the first one is the last one of the token before.
   CUFUSE_DEVICE u32 tag(int layer) const {
@@ -111,6 +130,7 @@ struct Role {
   // The token of this step, to every lane of the warp: given, or the one drawn before. -1 if the
   // logits held a NaN.
   CUFUSE_DEVICE int token() {
+    if (n == 0) return dynamic_shared<LaunchBlock>()->first_token;
     return n < args.n_given ? args.tokens[n] : drawn(n - 1, tag(-1));
   }
 
@@ -137,10 +157,10 @@ struct Role {
 template <typename Shape>
 struct Filler : Role<Shape> {
   using T = typename Shape::T;
-  RingFiller<typename Shape::Ring> filler;
+  RingFiller<typename Shape::Ring, Shape::kRingAt> filler;
 
-  CUFUSE_DEVICE Filler(const DecodeArgs<T>& args, const Beginning& beginning, unsigned char* shared)
-      : Role<Shape>(args, beginning, kFillerRole), filler(Ring<typename Shape::Ring>(shared)) {}
+  CUFUSE_DEVICE Filler(const DecodeArgs<T>& args, const Beginning& beginning)
+      : Role<Shape>(args, beginning, kFillerRole) {}
 
   CUFUSE_DEVICE void qkv(int layer) {
     weights<Shape::kQkvPanels, Shape::kDim>(this->args.qkv, layer);
@@ -162,9 +182,12 @@ struct Filler : Role<Shape> {
           static_cast<i64>(layer * Shape::kKvHeads + head) * this->args.capacity;
       for (int c = chunk; c < end; ++c) {
         const i64 at = (rows + c * Cache::kKeys) * Cache::kRowBytes;
+        // Not the rows from this position on: one of them is being written.
+        const int count = min(this->position() - c * Cache::kKeys, Cache::kKeys);
         for (const T* cache : {this->args.k_cache, this->args.v_cache}) {
           filler.template fill<kSlices, false>(reinterpret_cast<const unsigned char*>(cache) + at,
-                                               Cache::kSliceBytes, Cache::kSlicePitch, this->watch);
+                                               count * Cache::kRowBytes, Cache::kSliceBytes,
+                                               Cache::kSlicePitch, this->watch);
         }
       }
     }
@@ -195,7 +218,8 @@ struct Filler : Role<Shape> {
 #pragma unroll 1
       for (int block = 0; block < Panel::kBlocks; ++block) {
         filler.template fill<1, true>(source + block * Panel::kBlockTiles * Packing<T>::kTileBytes,
-                                      Panel::block_bytes(block), 0, this->watch);
+                                      Panel::block_bytes(block), Panel::block_bytes(block), 0,
+                                      this->watch);
       }
     }
   }
@@ -223,13 +247,12 @@ struct Multiplier : Role<Shape> {
   using Cache = typename Shape::Cache;
   static constexpr int kThreads = kPanelWarps * 32;
   static constexpr int kHeadDim = Shape::kHeadDim;
-  unsigned char* shared;
-  Ring<typename Shape::Ring> ring;
-  typename Ring<typename Shape::Ring>::Cursor cursor;
+  using Ring = cufuse::Ring<typename Shape::Ring, Shape::kRingAt>;
+  typename Ring::Cursor cursor;
   int panels_done = 0;
 
-  CUFUSE_DEVICE Multiplier(const DecodeArgs<T>& args, const Beginning& beginning, unsigned char* shared)
-      : Role<Shape>(args, beginning, kMultiplierRole), shared(shared), ring(shared) {}
+  CUFUSE_DEVICE Multiplier(const DecodeArgs<T>& args, const Beginning& beginning)
+      : Role<Shape>(args, beginning, kMultiplierRole) {}
 
   CUFUSE_DEVICE void begin(int token) {
     Role<Shape>::begin(token);
@@ -295,39 +318,42 @@ struct Multiplier : Role<Shape> {
 
  private:
   template <typename U>
-  CUFUSE_DEVICE U* at(int offset) const {
-    return reinterpret_cast<U*>(shared + offset);
+  static CUFUSE_DEVICE U* at(int offset) {
+    return reinterpret_cast<U*>(dynamic_shared<unsigned char>() + offset);
   }
-  static CUFUSE_DEVICE void sync() { barrier_sync(1, kThreads); }
+  static CUFUSE_DEVICE void sync() { barrier_sync(kMultiplierBarrier, kThreads); }
 
   // One thread looks at the word that is expected last until it is there; then all look at once.
   // Looks in vain crowd L2 and delay the very words that are waited for.
   CUFUSE_DEVICE void probe(const u64* word, u32 tag) {
-    this->tracer.begin(kGatherPhase);
+    this->tracer.begin(kWaitPhase);
     if (thread_here() == 0) settle(look(word), word, tag, this->watch);
+    this->tracer.end(kWaitPhase);
     sync();
+    this->tracer.begin(kGatherPhase);
   }
 
   // Words [0, kWords) to shared memory as fragments, zeros behind them.
   template <int kN>
   CUFUSE_DEVICE void gather(const u64* words, u32 tag) {
     constexpr int kPairs = kN / kPerWord<T> / 2;
-    constexpr int kAhead = 4;
+    constexpr int kMine = (kPairs + kThreads - 1) / kThreads;
+    constexpr int kAhead = kMine < 4 ? kMine : 4;
     u32* x = at<u32>(Shape::kXAt);
+    const int thread = thread_here();
     probe(words + 2 * kPairs - 1, tag);
 #pragma unroll 1
-    for (int first = thread_here(); first < kPairs; first += kThreads * kAhead) {
+    for (int first = thread; first < kPairs; first += kThreads * kAhead) {
       ulonglong2 seen[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int pair = first + i * kThreads;
-        if (pair < kPairs) seen[i] = look_pair(words + 2 * pair);
+        seen[i] = look_pair(words + 2 * min(first + i * kThreads, kPairs - 1));
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int pair = first + i * kThreads;
-        if (pair >= kPairs) break;
-        put(x, pair, settle(seen[i], words + 2 * pair, tag, this->watch));
+        const int pair = min(first + i * kThreads, kPairs - 1);
+        const uint2 found = settle(seen[i], words + 2 * pair, tag, this->watch);
+        if (first + i * kThreads < kPairs) put(x, pair, found);
       }
     }
     clear_behind<kN>(x);
@@ -343,45 +369,39 @@ struct Multiplier : Role<Shape> {
     u32* x = at<u32>(Shape::kXAt);
     float* sums = at<float>(Shape::kNormSumsAt);
     const auto* weights = reinterpret_cast<const uint2*>(weight);
+    const int thread = thread_here();
+    // A thread past the end looks at the last pair, and what it finds counts for nothing.
+    auto pair_of = [&](int i) { return min(thread + i * kThreads, kPairs - 1); };
     uint2 bits[kMine], weight_bits[kMine];
 #pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      const int pair = thread_here() + i * kThreads;
-      weight_bits[i] = pair < kPairs ? weights[pair] : make_uint2(0, 0);
-    }
+    for (int i = 0; i < kMine; ++i) weight_bits[i] = weights[pair_of(i)];
     if (row) {
-      this->tracer.begin(kGatherPhase);
       sync();
+      this->tracer.begin(kGatherPhase);
 #pragma unroll
-      for (int i = 0; i < kMine; ++i) {
-        const int pair = thread_here() + i * kThreads;
-        bits[i] = pair < kPairs ? reinterpret_cast<const uint2*>(row)[pair] : make_uint2(0, 0);
-      }
+      for (int i = 0; i < kMine; ++i) bits[i] = reinterpret_cast<const uint2*>(row)[pair_of(i)];
     } else {
       probe(words + 2 * kPairs - 1, tag);
       ulonglong2 seen[kMine];
 #pragma unroll
-      for (int i = 0; i < kMine; ++i) {
-        const int pair = thread_here() + i * kThreads;
-        if (pair < kPairs) seen[i] = look_pair(words + 2 * pair);
-      }
+      for (int i = 0; i < kMine; ++i) seen[i] = look_pair(words + 2 * pair_of(i));
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
-        const int pair = thread_here() + i * kThreads;
-        bits[i] = pair < kPairs ? settle(seen[i], words + 2 * pair, tag, this->watch)
-                                : make_uint2(0, 0);
+        bits[i] = settle(seen[i], words + 2 * pair_of(i), tag, this->watch);
       }
     }
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
-      T v[kValues];
-      memcpy(v, &bits[i], sizeof v);
+      if (thread + i * kThreads >= kPairs) break;
 #pragma unroll
-      for (int j = 0; j < kValues; ++j) sum = fmaf(to_float(v[j]), to_float(v[j]), sum);
+      for (int j = 0; j < kValues; ++j) {
+        const float v = value_in<T>(j < kPerWord<T> ? bits[i].x : bits[i].y, j);
+        sum = fmaf(v, v, sum);
+      }
     }
     sum = warp_sum(sum);
-    if (thread_here() % 32 == 0) sums[thread_here() / 32] = sum;
+    if (thread % 32 == 0) sums[thread / 32] = sum;
     sync();
     sum = 0.0f;
 #pragma unroll
@@ -393,19 +413,25 @@ struct Multiplier : Role<Shape> {
     const float scale = rsqrtf(sum / static_cast<float>(Shape::kDim) + this->args.eps);
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
-      const int pair = thread_here() + i * kThreads;
-      T v[kValues], w[kValues];
-      memcpy(v, &bits[i], sizeof v);
-      memcpy(w, &weight_bits[i], sizeof w);
-#pragma unroll
-      for (int j = 0; j < kValues; ++j) {
-        v[j] = normalized<T, Shape::kRounding>(to_float(v[j]), scale, to_float(w[j]));
-      }
-      if (pair < kPairs) put(x, pair, make_uint2(word_of(v), word_of(v + kPerWord<T>)));
+      if (thread + i * kThreads >= kPairs) break;
+      const uint2 normal = make_uint2(normalized_word(bits[i].x, scale, weight_bits[i].x),
+                                      normalized_word(bits[i].y, scale, weight_bits[i].y));
+      put(x, thread + i * kThreads, normal);
     }
     clear_behind<Shape::kDim>(x);
     sync();
     this->tracer.end(kGatherPhase);
+  }
+
+  static CUFUSE_DEVICE u32 normalized_word(u32 word, float scale, u32 weight) {
+    auto value = [&](int i) {
+      return normalized<T, Shape::kRounding>(value_in<T>(word, i), scale, value_in<T>(weight, i));
+    };
+    if constexpr (kPerWord<T> == 2) {
+      return word_of(value(0), value(1));
+    } else {
+      return bits_of(value(0));
+    }
   }
 
   static CUFUSE_DEVICE void put(u32* x, int pair, uint2 words) {
@@ -437,8 +463,8 @@ struct Multiplier : Role<Shape> {
       stage.advance(mine);
 #pragma unroll 1
       for (int block = mine; block < Panel::kBlocks; block += kPanelGroups) {
-        multiply_block<Panel>(sums, ring.wait(stage, this->watch), x, block, quarter);
-        ring.release(stage);
+        multiply_block<Panel>(sums, Ring::wait(stage, this->watch), x, block, quarter);
+        Ring::release(stage);
         stage.advance(kPanelGroups);
       }
       cursor.template advance<Panel::kBlocks>();
@@ -451,7 +477,7 @@ struct Multiplier : Role<Shape> {
         float* partial = at<float>(Shape::kPartialsAt) + buffer * Shape::kPartialFloats;
         store_chain(partial, mine * kGroupWarps + quarter, sums);
       }
-      barrier_arrive(2 + buffer, kThreads + 32);
+      barrier_arrive(kSumsBarrier + buffer, kThreads + 32);
       ++panels_done;
     }
     this->tracer.end(kMultiplyPhase);
@@ -466,14 +492,14 @@ struct Multiplier : Role<Shape> {
     const int warp = thread_here() / 32, lane = thread_here() % 32;
     T* rows = at<T>(Shape::kRowsAt);  // queries, then the new key and value
     float* maxima = at<float>(Shape::kStatsAt);
-    float* totals = maxima + kPanelWarps * kMostHeads;
-    float* new_logits = totals + kPanelWarps * kMostHeads;
+    float* totals = maxima + kPanelGroups * kMostHeads;
+    float* new_logits = totals + kPanelGroups * kMostHeads;
     const float scale = rsqrtf(static_cast<float>(kHeadDim)) * kLog2E;
 
-    this->tracer.begin(kGatherPhase);
+    this->tracer.begin(kWaitPhase);
     if (warp < kGroup + (merges ? 2 : 0)) fetch_row(layer, kv_head, warp, tag, rows);
+    this->tracer.end(kWaitPhase);
     sync();
-    this->tracer.end(kGatherPhase);
 
     this->tracer.begin(kAttentionPhase);
     const T* new_key = rows + kGroup * kHeadDim;
@@ -492,76 +518,68 @@ struct Multiplier : Role<Shape> {
 
     const int chunk = split.first_chunk + part * split.chunks;
     const int count = max(min(split.chunks, split.end_chunk - chunk), 0);
-    const int group = warp / kGroupWarps;
-    WarpAttention<T, Cache> attention(rows);
-    auto keys = cursor;
-    for (int i = 0; i < group; ++i) keys.advance(2);
+    const int group = warp / kGroupWarps, quarter = warp % kGroupWarps;
+    float* outs = at<float>(Shape::kXAt);  // [groups, kGroup, kMergePitch]
+    {
+      float* logits = outs + kPanelGroups * Shape::kGroupOuts + group * (Cache::kLogitBytes / 4);
+      GroupAttention<T, Cache> attention;
+      auto keys = cursor;
+      for (int i = 0; i < group; ++i) keys.advance(2);
 #pragma unroll 1
-    for (int i = group; i < count; i += kPanelGroups) {
-      auto values = keys;
-      values.advance(1);
-      attention.add_chunk(ring.wait(keys, this->watch), warp % kGroupWarps,
-                          (chunk + i) * Cache::kKeys, split.span, scale,
-                          [&] { return ring.wait(values, this->watch); });
-      ring.release(keys);
-      ring.release(values);
-      keys.advance(kPanelGroups);
-      keys.advance(kPanelGroups);
+      for (int i = group; i < count; i += kPanelGroups) {
+        auto values = keys;
+        values.advance(1);
+        attention.add_chunk(
+            rows, Ring::wait(keys, this->watch), logits, quarter, (chunk + i) * Cache::kKeys,
+            split.span, scale, [&] { barrier_sync(kGroupBarrier + group, kGroupWarps * 32); },
+            [&] { return Ring::wait(values, this->watch); });
+        Ring::release(keys);
+        Ring::release(values);
+        // Nobody writes the next logits while another warp still reads these.
+        barrier_sync(kGroupBarrier + group, kGroupWarps * 32);
+        keys.advance(kPanelGroups);
+        keys.advance(kPanelGroups);
+      }
+      if (group < count) {
+        attention.store(maxima + group * kMostHeads, totals + group * kMostHeads,
+                        outs + group * Shape::kGroupOuts, Shape::kMergePitch, quarter);
+      }
     }
     cursor.round ^= 2 * count / Shape::Ring::kStages & 1;
     cursor.advance(2 * count % Shape::Ring::kStages);
-
-    const int warps = min(count, kPanelGroups) * kGroupWarps;  // that saw a chunk
-    if (warp < warps) {
-      attention.store_stats(maxima + warp * kMostHeads, totals + warp * kMostHeads);
-    }
-    constexpr int kMerged = Shape::kMergedHeads;
-    float* outs = at<float>(Shape::kXAt);  // [warps, kMerged, kMergePitch]
-#pragma unroll 1
-    for (int head = 0; head < kGroup; head += kMerged) {
-      if (warp < warps) {
-        attention.store_out(outs + warp * kMerged * Shape::kMergePitch, Shape::kMergePitch, head,
-                            min(kMerged, kGroup - head));
-      }
-      sync();
-      if (head == 0 && merges && thread_here() == 0 && this->args.n_tokens > 1) {
-        store_word<Order::release>(
-            this->words(Shape::kAppended) + layer * Shape::kKvHeads + kv_head, tagged(0, tag));
-      }
-      for (int i = thread_here(); i < kMerged * kHeadDim / 2; i += kThreads) {
-        const int mine = head + i / (kHeadDim / 2), column = i % (kHeadDim / 2) * 2;
-        if (mine >= kGroup) break;
-        PartialHead part_of_head;
-        for (int w = 0; w < warps; ++w) {
-          part_of_head.max = fmaxf(part_of_head.max, maxima[w * kMostHeads + mine]);
-        }
-        const float shift = softmax_shift(part_of_head.max);
-#pragma unroll 4
-        for (int w = 0; w < warps; ++w) {
-          const float weight = exp2f(maxima[w * kMostHeads + mine] - shift);
-          const float2 values = *reinterpret_cast<const float2*>(
-              outs + (w * kMerged + mine - head) * Shape::kMergePitch + column);
-          part_of_head.total = fmaf(totals[w * kMostHeads + mine], weight, part_of_head.total);
-          part_of_head.out.x = fmaf(values.x, weight, part_of_head.out.x);
-          part_of_head.out.y = fmaf(values.y, weight, part_of_head.out.y);
-        }
-        if (merges) {
-          part_of_head.add(new_logits[mine], 1.0f,
-                           make_float2(to_float(new_value[column]), to_float(new_value[column + 1])));
-          finish_head(layer, kv_head, mine, column, split.count, tag, part_of_head);
-        } else {
-          u64* its = part_words(kv_head, part, mine);
-          publish(its + column, __float_as_uint(part_of_head.out.x),
-                  __float_as_uint(part_of_head.out.y), tag);
-          if (column == 0) {
-            publish(its + kHeadDim, __float_as_uint(part_of_head.max),
-                    __float_as_uint(part_of_head.total), tag);
-          }
-        }
-      }
-      sync();
-    }
     this->tracer.end(kAttentionPhase);
+
+    this->tracer.begin(kMergePhase);
+    sync();
+    if (merges && thread_here() == 0 && this->args.n_tokens > 1) {
+      store_word<Order::release>(
+          this->words(Shape::kAppended) + layer * Shape::kKvHeads + kv_head, tagged(0, tag));
+    }
+    const int groups = min(count, kPanelGroups);  // that saw a chunk
+#pragma unroll 1
+    for (int i = thread_here(); i < kGroup * kHeadDim / 2; i += kThreads) {
+      const int head = i / (kHeadDim / 2), column = i % (kHeadDim / 2) * 2;
+      PartialHead partial;
+#pragma unroll 1
+      for (int g = 0; g < groups; ++g) {
+        const auto values = load_vec<2>(outs + g * Shape::kGroupOuts + head * Shape::kMergePitch + column);
+        partial.add(maxima[g * kMostHeads + head], totals[g * kMostHeads + head],
+                    make_float2(values.v[0], values.v[1]));
+      }
+      if (merges) {
+        partial.add(new_logits[head], 1.0f,
+                    make_float2(to_float(new_value[column]), to_float(new_value[column + 1])));
+        finish_head(layer, kv_head, head, column, split.count, tag, partial);
+      } else {
+        u64* its = part_words(kv_head, part, head);
+        publish(its + column, __float_as_uint(partial.out.x), __float_as_uint(partial.out.y), tag);
+        if (column == 0) {
+          publish(its + kHeadDim, __float_as_uint(partial.max), __float_as_uint(partial.total), tag);
+        }
+      }
+    }
+    sync();
+    this->tracer.end(kMergePhase);
   }
 
   // A query head, the new key or the new value (row kGroup, kGroup + 1) by one warp: fetch, norm,
@@ -662,12 +680,12 @@ struct Multiplier : Role<Shape> {
       part.add_sink(to_float(this->args.sinks[layer * Shape::kHeads + query]));
     }
     const float2 result = part.result();
-    const T rounded[2] = {from_float<T>(result.x), from_float<T>(result.y)};
+    const T x = from_float<T>(result.x), y = from_float<T>(result.y);
     u64* word = this->words(Shape::kAttention) + (query * kHeadDim + column) / kPerWord<T>;
     if constexpr (kPerWord<T> == 2) {
-      publish(word, word_of(rounded), tag);
+      publish(word, word_of(x, y), tag);
     } else {
-      publish(word, word_of(rounded), word_of(rounded + 1), tag);
+      publish(word, bits_of(x), bits_of(y), tag);
     }
   }
 };
@@ -677,12 +695,11 @@ struct Multiplier : Role<Shape> {
 template <typename Shape>
 struct Finisher : Role<Shape> {
   using T = typename Shape::T;
-  unsigned char* shared;
   int panels_done = 0;
   u64 best_rank = 0;
 
-  CUFUSE_DEVICE Finisher(const DecodeArgs<T>& args, const Beginning& beginning, unsigned char* shared)
-      : Role<Shape>(args, beginning, kFinisherRole), shared(shared) {}
+  CUFUSE_DEVICE Finisher(const DecodeArgs<T>& args, const Beginning& beginning)
+      : Role<Shape>(args, beginning, kFinisherRole) {}
 
   CUFUSE_DEVICE void qkv(int layer) {
     const T* bias = this->args.qkv_bias ? this->args.qkv_bias + layer * Shape::kQkvDim : nullptr;
@@ -763,9 +780,14 @@ struct Finisher : Role<Shape> {
     }
   }
 
-  // Every CTA has published its best of the last token, so all have read what changes here.
   CUFUSE_DEVICE void end() {
     if (blockIdx.x != 0 || thread_here() % 32 != 0) return;
+    u32* arrived = this->args.control + kControlArrived;
+    u32 looks = 0;
+    while (load_word<Order::acquire>(arrived) != Shape::kCtas) {
+      if (this->watch.gives_up(looks, kWaitsForWords)) break;
+    }
+    store_word<Order::relaxed>(arrived, 0u);
     this->args.start[0] = this->start + this->args.n_tokens;
     this->args.control[kControlSequence] =
         this->sequence + static_cast<u32>(this->args.n_tokens * Shape::kLayers);
@@ -787,9 +809,10 @@ struct Finisher : Role<Shape> {
     for (int panel = this->take(kPanels); panel < kPanels; panel += Shape::kCtas) {
       const auto finish = prepare(panel * kPanelRows + lane % kPanelRows);
       const int buffer = panels_done++ % Shape::kPartials;
+      auto* shared = dynamic_shared<unsigned char>();
       const float* partial = reinterpret_cast<const float*>(shared + Shape::kPartialsAt) +
                              buffer * Shape::kPartialFloats;
-      barrier_sync(2 + buffer, kPanelWarps * 32 + 32);
+      barrier_sync(kSumsBarrier + buffer, kPanelWarps * 32 + 32);
       this->tracer.begin(kFinishPhase);
       const float sum = panel_sum<Shape::template Panel<kK>::kChains>(partial);
       if (lane == 0) {
@@ -812,9 +835,7 @@ struct Finisher : Role<Shape> {
       return [=](float sum) {
         float old = plain;
         if (!embedded) {
-          T values[kPerWord<T>];
-          values_of<T>(values, settle(seen, word, residual_tag, this->watch));
-          old = to_float(values[row % kPerWord<T>]);
+          old = value_in<T>(settle(seen, word, residual_tag, this->watch), row);
         }
         if (bias) sum += b;
         hand_on<Shape::kDim>(words, row, from_float<T>(sum + old), this->tag(layer));
@@ -827,11 +848,10 @@ struct Finisher : Role<Shape> {
   CUFUSE_DEVICE void hand_on(u64* words, int row, T value, u32 tag) {
     const bool mine = row < kN && thread_here() % 32 < kPanelRows;
     if constexpr (kPerWord<T> == 1) {
-      if (mine) publish(words + row, word_of(&value), tag);
+      if (mine) publish(words + row, bits_of(value), tag);
     } else {
-      u16 bits;
-      memcpy(&bits, &value, sizeof bits);
-      const u32 next = __shfl_down_sync(kFullMask, static_cast<u32>(bits), 1);
+      const u32 bits = bits_of(value);
+      const u32 next = __shfl_down_sync(kFullMask, bits, 1);
       if (mine && row % 2 == 0) publish(words + row / 2, bits | next << 16, tag);
     }
   }

@@ -34,7 +34,8 @@ struct DecodeArgs {
   T* k_cache;           // [layers, kv_heads, capacity, head_dim]
   T* v_cache;           // [layers, kv_heads, capacity, head_dim]
   const int* tokens;    // [n_given]; what comes after them is drawn
-  int* ids;             // [n_tokens]; what was drawn behind each token that has logits; may be tokens
+  int* ids;             // [n_tokens]; what was drawn behind each token that has logits; may be
+                        // tokens where one is given
   T* logits;            // [vocab] of the last token, with all_logits [n_tokens, vocab]
   int* start;           // [1]; tokens in the cache before this step, and after it
   u32* control;         // [kControlWords]
@@ -53,9 +54,10 @@ struct DecodeArgs {
   float inverse_temperature;  // 0: the likeliest
 };
 
-// control: a count that makes tags unique, and what went wrong (Watch).
+// control: a count that makes tags unique, what went wrong (Watch), CTAs that have read the count.
 constexpr int kControlSequence = 0;
 constexpr int kControlFault = 1;
+constexpr int kControlArrived = 2;
 constexpr int kControlWords = 32;
 
 template <typename T_, Act kAct_, Rounding kRounding_, Pairing kPairing_, bool kQkNorm_, int kDim_,
@@ -121,15 +123,15 @@ struct DecodeShape {
   // Shared memory.
   static constexpr int kPartials = 4;  // panels whose sums are on their way
   static constexpr int kPartialFloats = kPanelWarps * kPanelRows;
-  static constexpr int kMergedHeads =
-      kHeadDim >= 256 ? 1 : (256 / kHeadDim < kGroup ? 256 / kHeadDim : kGroup);
   static constexpr int kMergePitch = kHeadDim + 8;
   static constexpr int most(int a, int b) { return a > b ? a : b; }
   static constexpr int kFragmentBytes =
       32 * most(Packing<T>::tiles(kDim),
                 most(Packing<T>::tiles(kQDim), Packing<T>::tiles(kHidden)));
-  static constexpr int kMergeBytes = kPanelWarps * kMergedHeads * kMergePitch * 4;
-  static constexpr int kXAt = round_up(Ring::kBytes, 128);
+  static constexpr int kGroupOuts = kGroup * kMergePitch;  // floats
+  static constexpr int kMergeBytes = kPanelGroups * (kGroupOuts * 4 + Cache::kLogitBytes);
+  static constexpr int kRingAt = Deadline::kBytes;
+  static constexpr int kXAt = round_up(kRingAt + Ring::kBytes, 128);
   static constexpr int kPartialsAt = kXAt + round_up(most(kFragmentBytes, kMergeBytes), 16);
   static constexpr int kPartialsEmptyAt = kPartialsAt + kPartials * kPartialFloats * 4;
   static constexpr int kNormSumsAt = kPartialsEmptyAt + kPartials * 8;
@@ -138,7 +140,7 @@ struct DecodeShape {
   static constexpr int kAnglesAt =
       kNormWeightsAt + (kQkNorm ? round_up((kGroup + 1) * Cache::kRowBytes, 16) : 0);
   static constexpr int kStatsAt = kAnglesAt + round_up(kRotary * 4, 16);
-  static constexpr int kSharedBytes = kStatsAt + (2 * kPanelWarps + 1) * kMostHeads * 4;
+  static constexpr int kSharedBytes = kStatsAt + (2 * kPanelGroups + 1) * kMostHeads * 4;
 
   static_assert(kDim % 8 == 0 && kHidden % 8 == 0, "vectors travel in whole words");
   static_assert(Ring::kStages > kPanelGroups, "every group has a stage");

@@ -12,21 +12,27 @@
 
 namespace cufuse {
 
+// The first bytes of a CTA's dynamic shared memory.
+struct Deadline {
+  static constexpr int kBytes = 128;
+  u32* fault;  // global: 0, or where the first thread gave up
+  u64 ns;      // of timer_ns()
+};
+
 // What a waiting thread goes by: it does not wait for ever. When the time of a launch is over, or
 // another thread has given up, waits end at once and what follows computes garbage, quickly, to the
 // end of the launch; the host sees `fault` and takes none of it.
 struct Watch {
-  u32* fault;    // global: 0, or where the first thread gave up
-  u64 deadline;  // of timer_ns()
-  bool expired;
+  bool expired = false;
 
   // Called after each look in vain; whether to stop looking. `place` is not 0.
   CUFUSE_DEVICE bool gives_up(u32& looks, u32 place) {
     if (expired) return true;
     if (++looks % 64 != 0) return false;
-    if (load_word<Order::relaxed>(fault) == 0) {
-      if (timer_ns() < deadline) return false;
-      atomic_compare_exchange<Order::relaxed>(fault, 0u, place);
+    const Deadline* deadline = dynamic_shared<Deadline>();
+    if (load_word<Order::relaxed>(deadline->fault) == 0) {
+      if (timer_ns() < deadline->ns) return false;
+      atomic_compare_exchange<Order::relaxed>(deadline->fault, 0u, place);
     }
     expired = true;
     return true;
@@ -38,7 +44,7 @@ enum Place : u32 { kWaitsForWeights = 1, kWaitsForRoom = 2, kWaitsForWords = 3, 
 
 CUFUSE_DEVICE void wait_for(u64* barrier, u32 parity, Watch& watch, Place place) {
   u32 looks = 0;
-  while (!mbarrier_try_wait(barrier, parity)) {
+  while (!watch.expired && !mbarrier_try_wait(barrier, parity)) {
     if (watch.gives_up(looks, place)) return;
   }
 }
@@ -78,15 +84,36 @@ CUFUSE_DEVICE uint2 settle(ulonglong2 seen, const u64* words, u32 tag, Watch& wa
 template <typename T>
 constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
 
+// Through registers: a value's address would send it through memory.
+CUFUSE_DEVICE u32 bits_of(float v) { return __float_as_uint(v); }
+CUFUSE_DEVICE u32 bits_of(half v) { return __half_as_ushort(v); }
+CUFUSE_DEVICE u32 bits_of(bfloat16 v) { return __bfloat16_as_ushort(v); }
+
 template <typename T>
-CUFUSE_DEVICE u32 word_of(const T* values) {
-  u32 word;
-  memcpy(&word, values, sizeof word);
-  return word;
+CUFUSE_DEVICE T from_bits(u32 bits);
+template <>
+CUFUSE_DEVICE float from_bits<float>(u32 bits) {
+  return __uint_as_float(bits);
 }
+template <>
+CUFUSE_DEVICE half from_bits<half>(u32 bits) {
+  return __ushort_as_half(static_cast<u16>(bits));
+}
+template <>
+CUFUSE_DEVICE bfloat16 from_bits<bfloat16>(u32 bits) {
+  return __ushort_as_bfloat16(static_cast<u16>(bits));
+}
+
+// Value i of a word, in float32.
 template <typename T>
-CUFUSE_DEVICE void values_of(T (&values)[kPerWord<T>], u32 word) {
-  memcpy(values, &word, sizeof word);
+CUFUSE_DEVICE float value_in(u32 word, int i) {
+  return to_float(from_bits<T>(kPerWord<T> == 2 ? word >> i % 2 * 16 : word));
+}
+
+template <typename T>
+CUFUSE_DEVICE u32 word_of(T low, T high) {
+  static_assert(kPerWord<T> == 2, "two values make a word");
+  return bits_of(low) | bits_of(high) << 16;
 }
 
 }  // namespace cufuse

@@ -52,82 +52,85 @@ struct RingCursor {
   }
 };
 
-template <typename Shape>
+// The ring lies at byte kAt of the dynamic shared memory: addresses are constants, not registers.
+template <typename Shape, int kAt>
 struct Ring {
   using Cursor = RingCursor<Shape::kStages>;
-  unsigned char* stages;  // [kStages, kPitch]
-  u64* full;              // [kStages]
-  u64* empty;             // [kStages]
 
-  CUFUSE_DEVICE explicit Ring(unsigned char* shared)
-      : stages(shared),
-        full(reinterpret_cast<u64*>(shared + Shape::kStages * Shape::kPitch)),
-        empty(full + Shape::kStages) {}
+  static CUFUSE_DEVICE unsigned char* at(const Cursor& cursor) {
+    return dynamic_shared<unsigned char>() + kAt + cursor.stage * Shape::kPitch;
+  }
+  static CUFUSE_DEVICE u64* full(int stage) {
+    return reinterpret_cast<u64*>(dynamic_shared<unsigned char>() + kAt +
+                                  Shape::kStages * Shape::kPitch) + stage;
+  }
+  static CUFUSE_DEVICE u64* empty(int stage) { return full(Shape::kStages + stage); }
 
   // By one thread, before a barrier.
-  CUFUSE_DEVICE void init() const {
+  static CUFUSE_DEVICE void init() {
     for (int stage = 0; stage < Shape::kStages; ++stage) {
-      mbarrier_init(&full[stage], Shape::kCopies == Copies::bulk ? 1 : 32);
-      mbarrier_init(&empty[stage], kGroupWarps);
+      mbarrier_init(full(stage), Shape::kCopies == Copies::bulk ? 1 : 32);
+      mbarrier_init(empty(stage), kGroupWarps);
     }
     fence_mbarrier_init();
   }
 
-  CUFUSE_DEVICE unsigned char* at(const Cursor& cursor) const {
-    return stages + cursor.stage * Shape::kPitch;
-  }
-
-  CUFUSE_DEVICE const unsigned char* wait(const Cursor& cursor, Watch& watch) const {
-    wait_for(&full[cursor.stage], cursor.round, watch, kWaitsForWeights);
+  static CUFUSE_DEVICE const unsigned char* wait(const Cursor& cursor, Watch& watch) {
+    wait_for(full(cursor.stage), cursor.round, watch, kWaitsForWeights);
     return at(cursor);
   }
 
   // By each warp of the group, once it has read the stage.
-  CUFUSE_DEVICE void release(const Cursor& cursor) const {
+  static CUFUSE_DEVICE void release(const Cursor& cursor) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&empty[cursor.stage]);
+    if (thread_here() % 32 == 0) mbarrier_arrive(empty(cursor.stage));
   }
 };
 
 // The warp that fills the ring; all its lanes call.
-template <typename Shape>
+template <typename Shape, int kAt>
 struct RingFiller {
-  Ring<Shape> ring;
-  typename Ring<Shape>::Cursor next, landing;
+  using Ring = cufuse::Ring<Shape, kAt>;
+  typename Ring::Cursor next, landing;
   int in_flight = 0;
   u64 policy = 0;
 
-  CUFUSE_DEVICE explicit RingFiller(const Ring<Shape>& ring) : ring(ring) {
+  CUFUSE_DEVICE RingFiller() {
 #if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
     if constexpr (Shape::kCopies == Copies::bulk) policy = evict_first_policy();
 #endif
   }
 
-  // kSlices runs of slice_bytes from `source` on, placed `slice_pitch` apart. What is read once in a
-  // launch leaves L2 first.
+  // size_bytes from `source` on in up to kSlices runs of slice_bytes, placed slice_pitch apart. What
+  // is read once in a launch leaves L2 first.
   template <int kSlices, bool kReadOnce>
-  CUFUSE_DEVICE void fill(const unsigned char* source, int slice_bytes, int slice_pitch,
+  CUFUSE_DEVICE void fill(const unsigned char* source,
+                          int size_bytes,
+                          int slice_bytes,
+                          int slice_pitch,
                           Watch& watch) {
-    const int lane = threadIdx.x % 32;
-    wait_for(&ring.empty[next.stage], next.round ^ 1, watch, kWaitsForRoom);
+    const int lane = thread_here() % 32;
+    wait_for(Ring::empty(next.stage), next.round ^ 1, watch, kWaitsForRoom);
     if (in_flight == Shape::kWindow) {
-      wait_for(&ring.full[landing.stage], landing.round, watch, kWaitsForWeights);
+      wait_for(Ring::full(landing.stage), landing.round, watch, kWaitsForWeights);
       landing.template advance<1>();
       --in_flight;
     }
     if (watch.expired) return;  // nobody reads it any more
-    unsigned char* stage = ring.at(next);
-    u64* full = &ring.full[next.stage];
+    unsigned char* stage = Ring::at(next);
+    u64* full = Ring::full(next.stage);
 #if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
     if constexpr (Shape::kCopies == Copies::bulk) {
       if (lane == 0) {
-        mbarrier_arrive_expect_tx(full, kSlices * slice_bytes);
+        mbarrier_arrive_expect_tx(full, size_bytes);
 #pragma unroll
         for (int i = 0; i < kSlices; ++i) {
+          const int bytes = min(size_bytes - i * slice_bytes, slice_bytes);
+          if (kSlices > 1 && bytes <= 0) break;
           if constexpr (kReadOnce) {
-            copy_bulk(stage + i * slice_pitch, source + i * slice_bytes, slice_bytes, full, policy);
+            copy_bulk(stage + i * slice_pitch, source + i * slice_bytes, bytes, full, policy);
           } else {
-            copy_bulk(stage + i * slice_pitch, source + i * slice_bytes, slice_bytes, full);
+            copy_bulk(stage + i * slice_pitch, source + i * slice_bytes, bytes, full);
           }
         }
       }
@@ -136,7 +139,8 @@ struct RingFiller {
 #endif
     if constexpr (Shape::kCopies == Copies::async) {
       for (int i = 0; i < kSlices; ++i) {
-        for (int at = lane * 16; at < slice_bytes; at += 32 * 16) {
+        const int bytes = min(size_bytes - i * slice_bytes, slice_bytes);
+        for (int at = lane * 16; at < bytes; at += 32 * 16) {
           copy_async(stage + i * slice_pitch + at, source + i * slice_bytes + at, 16);
         }
       }
@@ -149,7 +153,7 @@ struct RingFiller {
   // Nothing may land in shared memory after the CTA has ended.
   CUFUSE_DEVICE void drain(Watch& watch) {
     for (; in_flight > 0; --in_flight) {
-      for (int looks = 0; !mbarrier_try_wait(&ring.full[landing.stage], landing.round);) {
+      for (int looks = 0; !mbarrier_try_wait(Ring::full(landing.stage), landing.round);) {
         if (++looks == 1 << 20) return;
       }
       landing.template advance<1>();

@@ -7,7 +7,14 @@
 namespace cufuse {
 
 enum RoleId : int { kFillerRole, kMultiplierRole, kFinisherRole, kRoles };
-enum TracePhase : int { kGatherPhase, kMultiplyPhase, kAttentionPhase, kFinishPhase };
+enum TracePhase : int {
+  kWaitPhase,    // for activations of other CTAs
+  kGatherPhase,  // them to shared memory, with a norm
+  kMultiplyPhase,
+  kAttentionPhase,
+  kMergePhase,  // attention's warps, and its splits
+  kFinishPhase,
+};
 
 constexpr int kTraceEvents = 1 << 14;  // of a role of a CTA
 
@@ -23,17 +30,21 @@ struct Tracer {
 template <>
 struct Tracer<true> {
   u64* row;
-  int count = 0;
+  int count;
 
+  // The role's first thread writes.
   CUFUSE_DEVICE Tracer(u64* trace, int role)
-      : row(trace + (static_cast<i64>(blockIdx.x) * kRoles + role) * kTraceEvents) {}
+      : row(trace + (static_cast<i64>(blockIdx.x) * kRoles + role) * kTraceEvents),
+        count(thread_here() % 32 != 0 || (role == kMultiplierRole && thread_here() != 0)
+                  ? kTraceEvents
+                  : 0) {}
 
   CUFUSE_DEVICE void begin(TracePhase phase) { write(phase << 1); }
   CUFUSE_DEVICE void end(TracePhase phase) { write(phase << 1 | 1); }
 
  private:
   CUFUSE_DEVICE void write(int code) {
-    if (threadIdx.x % 32 != 0 || count + 1 >= kTraceEvents) return;
+    if (count + 1 >= kTraceEvents) return;
     row[++count] = timer_ns() << 8 | static_cast<u64>(code);
     row[0] = static_cast<u64>(count);
   }

@@ -235,6 +235,10 @@ struct half {
 struct bfloat16 {
   u16 bits;
 };
+inline u16 __half_as_ushort(half v) { return v.bits; }
+inline u16 __bfloat16_as_ushort(bfloat16 v) { return v.bits; }
+inline half __ushort_as_half(u16 bits) { return {bits}; }
+inline bfloat16 __ushort_as_bfloat16(u16 bits) { return {bits}; }
 
 inline float to_float(float v) { return v; }
 inline float to_float(bfloat16 v) { return __uint_as_float(static_cast<u32>(v.bits) << 16); }

@@ -36,22 +36,19 @@ __global__ void __launch_bounds__((kPanelWarps + 2) * 32, 1)
   using Shape = DecodeShape<T, kAct, kRounding, kPairing, kQkNorm, kDim, kHidden, kHeads, kKvHeads,
                             kHeadDim, kRotary, kVocab, kLayers, kCtas, kStages, kStageBytes, kWindow, kCopies,
                             kSplitChunks, kTrace>;
-  auto* shared = dynamic_shared<unsigned char>();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < Shape::kPartials; ++i) {
-      mbarrier_init(reinterpret_cast<u64*>(shared + Shape::kPartialsEmptyAt) + i, 1);
-    }
-    Ring<typename Shape::Ring>(shared).init();
-  }
   const Beginning beginning(args);
+  if (threadIdx.x == 0) begin_launch<Shape>(args);
   __syncthreads();
+  if (threadIdx.x == 0) {
+    atomic_add<Order::release>(args.control + kControlArrived, 1u);
+  }
   const int warp = threadIdx.x / 32;
   if (warp == Shape::kFiller) {
-    walk(Filler<Shape>(args, beginning, shared), args.n_tokens, kLayers);
+    walk(Filler<Shape>(args, beginning), args.n_tokens, kLayers);
   } else if (warp == Shape::kFinisher) {
-    walk(Finisher<Shape>(args, beginning, shared), args.n_tokens, kLayers);
+    walk(Finisher<Shape>(args, beginning), args.n_tokens, kLayers);
   } else {
-    walk(Multiplier<Shape>(args, beginning, shared), args.n_tokens, kLayers);
+    walk(Multiplier<Shape>(args, beginning), args.n_tokens, kLayers);
   }
 }
 
