@@ -223,7 +223,7 @@ RunningCta& choose_cta(Launch& launch) {
   const std::uint64_t random = next_random(launch.random);
   if (launch.hold) {
     --launch.hold;
-  } else if (random % 8 == 0) {
+  } else if (random % 32 == 0) {
     launch.held = live[(random >> 8) % live.size()]->linear;
     launch.hold = 1u << (random >> 32) % 14;
   }
@@ -246,6 +246,14 @@ void leave(RunningCta& c) {
 
 // Let another fiber of the CTA run or, when the CTA's turn is over, another CTA.
 void hand_over(RunningCta& c, RunningFiber& self, RunningFiber& next) {
+  // Where everybody polls, only another CTA can help.
+  if (c.launch->progress != c.seen) {
+    c.seen = c.launch->progress;
+    c.vain = 0;
+  } else if (++c.vain > c.ready.size()) {
+    c.vain = 0;
+    c.turn = 0;
+  }
   if (c.turn && --c.turn) return switch_to(c, self, next);
   RunningCta& other = choose_cta(*c.launch);
   if (&other == &c) {
@@ -268,7 +276,7 @@ void look_around(RunningCta& c) {
     launch.idle = 0;
   } else {
     launch.idle += kEvery;
-    if (launch.idle > 16 * kEvery) launch.hold = 0;  // the others wait for it
+    if (launch.idle > 8 * kEvery) launch.hold = 0;  // the others wait for it
     if (launch.idle > launch.steps) hang("nothing went on for its budget of steps");
   }
   if (std::chrono::steady_clock::now() > launch.deadline) hang("its time is over");
@@ -420,7 +428,7 @@ std::unique_ptr<RunningCta> start_cta(Launch& launch, unsigned linear) {
   c.slow_warp = next_random(c) % c.warps.size();
   c.period = 8u << (next_random(c) % 3 * 2);
   c.countdown = 1 + next_random(c) % c.period;
-  c.turn_period = 4u << (next_random(c) % 3 * 3);
+  c.turn_period = 32u << (next_random(c) % 3 * 3);
   auto& stacks = workspace.stacks;
   while (stacks.size() < n) stacks.emplace_back(new char[kStackBytes]);
   for (unsigned i = 0; i < n; ++i) {
@@ -604,7 +612,8 @@ unsigned block_barrier(bool predicate, const char* name) {
   const unsigned first = self.index - self.index % 32;
   for (unsigned m : barrier.members) {
     // Warps may meet at two places that count the same threads; the lanes of one warp may not.
-    if (m - first < 32 && c.fibers[m].site.at != site.at) {
+    // Without the check's calls the compiler may make two places of one.
+    if (c.launch->checked && m - first < 32 && c.fibers[m].site.at != site.at) {
       self.site = site;
       fail(std::string(name) + ": another lane of the warp waits at a different barrier " +
            text_of(c.fibers[m].site));

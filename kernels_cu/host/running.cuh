@@ -159,6 +159,7 @@ struct RunningCta : Cta {
   unsigned style = 0, slow_warp = ~0u;
   unsigned period = 0, countdown = 0, far_countdown = 4096;
   unsigned turn_period = 0, turn = 0;  // yields until another CTA's turn
+  std::uint64_t seen = 0, vain = 0;    // progress, and yields since there was any
   Region* last_region = nullptr;
 };
 
