@@ -271,6 +271,7 @@ def decode_shared_bytes(c: Config, dtype: Any, tile: DecodeTile) -> int:
     norms = _round_up((group + 1) * row_bytes, 16) if c.qk_norm == "head" else 0
     angles = _round_up(c.rotary_dim * 4, 16)
     stats = (2 * 4 + 1) * 8 * 4
+    splits = 3 * 2 * 24
     return (
         _round_up(ring, 128)
         + _round_up(x, 16)
@@ -280,6 +281,7 @@ def decode_shared_bytes(c: Config, dtype: Any, tile: DecodeTile) -> int:
         + norms
         + angles
         + stats
+        + splits
     )
 
 

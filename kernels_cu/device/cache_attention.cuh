@@ -63,19 +63,20 @@ struct GroupAttention {
     sync();
     const int lane = thread_here() % 32;
     const int head = min(lane / 4, Shape::kHeads - 1);
-    // Rows `row` and `row` + 1 of slices 2 (lane % 4) and the next: a lane's four keys of 16.
+    // A lane's keys: all rows of slices 2 (lane % 4) and the next.
     const float* mine = logits + head * Shape::kLogitPitch + lane % 4 * 2;
+    const int first_key = first + lane % 4 * 2 * Shape::kSliceRows;
     auto visible = [&](int slice, int row) {
-      const int key = first + (lane % 4 * 2 + slice) * Shape::kSliceRows + row;
-      return whole || (key >= span.first && key < span.last);
+      const int key = first_key + slice * Shape::kSliceRows + row;
+      return key >= span.first && key < span.last;
     };
 
     float top = max;
-#pragma unroll 4
+#pragma unroll 8
     for (int row = 0; row < Shape::kSliceRows; ++row) {
       const auto s = load_vec<2>(mine + row * kSlices);
-      if (visible(0, row)) top = fmaxf(top, s.v[0]);
-      if (visible(1, row)) top = fmaxf(top, s.v[1]);
+      if (whole || visible(0, row)) top = fmaxf(top, s.v[0]);
+      if (whole || visible(1, row)) top = fmaxf(top, s.v[1]);
     }
 #pragma unroll
     for (int offset = 1; offset < 4; offset *= 2) {
@@ -92,32 +93,30 @@ struct GroupAttention {
     }
 
     const unsigned char* source = values() + lane % 8 * Shape::kSlicePitch +
-                                  lane / 8 % 2 * Shape::kRowBytes + lane / 16 * 16;
-#pragma unroll 1
+                                  lane / 8 % 2 * Shape::kRowBytes + lane / 16 * 16 + quarter * 32;
+#pragma unroll 2
     for (int row = 0; row < Shape::kSliceRows; row += 2) {
-      u32 a[4] = {}, keep[2];
+      u32 a[4] = {}, keep[2] = {~0u, ~0u};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const auto s = load_vec<2>(mine + (row + i) * kSlices);
-        const bool here[2] = {visible(0, row + i), visible(1, row + i)};
-        T p[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float e = here[j] ? exp2f(s.v[j] - shift) : 0.0f;
-          total += e;
-          p[j] = from_float<T>(e);
-        }
-        a[2 * i] = word_of(p[0], p[1]);
+        float low = exp2f(s.v[0] - shift), high = exp2f(s.v[1] - shift);
         // Rows that nobody wrote may hold anything; 0 times that is not 0.
-        keep[i] = (here[0] ? 0xffffu : 0u) | (here[1] ? 0xffff0000u : 0u);
+        if (!whole) {
+          const bool first_is = visible(0, row + i), second_is = visible(1, row + i);
+          low = first_is ? low : 0.0f;
+          high = second_is ? high : 0.0f;
+          keep[i] = (first_is ? 0xffffu : 0u) | (second_is ? 0xffff0000u : 0u);
+        }
+        total += low + high;
+        a[2 * i] = word_of(from_float<T>(low), from_float<T>(high));
       }
 #pragma unroll
       for (int n = 0; n < kMine; n += 2) {
-        // Tiles quarter * 2 + {0, 1}, then 8 further on: two in one access.
-        const int tile = quarter * 2 + n * kGroupWarps;
-        if (kTiles % (2 * kGroupWarps) != 0 && tile >= kTiles) break;
+        // Tiles 2 quarter and the next, then 8 further on: two in one access.
+        if (kTiles % 8 != 0 && quarter * 2 + n * 4 >= kTiles) break;
         u32 b[4];
-        load_matrix_transposed(b, source + row * Shape::kRowBytes + tile * 16);
+        load_matrix_transposed(b, source + row * Shape::kRowBytes + n * 64);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float c[4] = {out[n + i][0], out[n + i][1], 0.0f, 0.0f};

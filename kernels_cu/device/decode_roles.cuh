@@ -20,16 +20,6 @@ constexpr u32 kMultiplierBarrier = 1;  // the warps that multiply
 constexpr u32 kSumsBarrier = 2;        // and 3..5: the sums of a panel are there
 constexpr u32 kGroupBarrier = 6;       // and 7..9: the warps of a group
 
-// How attention cuts the keys that are in the cache: chunks of a sequence go to splits. It depends
-// on the position and the window alone.
-struct CacheSplit {
-  KeySpan span;     // keys in the cache that the query sees
-  int first_chunk;  // of the sequence
-  int end_chunk;
-  int chunks;       // of a split
-  int count;        // splits, at least 1: the first one also takes the new key
-};
-
 template <typename Shape>
 CUFUSE_DEVICE CacheSplit split_cache(int position, int window) {
   constexpr int kKeys = Shape::Cache::kKeys;
@@ -75,7 +65,7 @@ CUFUSE_DEVICE void begin_launch(const DecodeArgs<typename Shape::T>& args) {
 }
 
 // What all roles know.
-template <typename Shape>
+template <typename Shape, RoleId kRole>
 struct Role {
   using T = typename Shape::T;
   const DecodeArgs<T>& args;
@@ -86,13 +76,32 @@ struct Role {
   int n = 0;  // token of this launch
   int turn = 0;
 
-  CUFUSE_DEVICE Role(const DecodeArgs<T>& args, const Beginning& beginning, int role)
+  CUFUSE_DEVICE Role(const DecodeArgs<T>& args, const Beginning& beginning)
       : args(args),
-        tracer(args.trace, role),
+        tracer(args.trace, kRole),
         sequence(beginning.sequence),
         start(beginning.start) {}
 
-  CUFUSE_DEVICE void begin(int token) { n = token; }
+  // By all threads of the role; `sync` is a barrier of theirs.
+  template <typename Sync>
+  CUFUSE_DEVICE void begin(int token, const Sync& sync) {
+    n = token;
+    sync();
+    if (thread_here() % 32 == 0 && (kRole != kMultiplierRole || thread_here() == 0)) {
+      splits()[0] = split_cache<Shape>(position(), 0);
+      splits()[1] = split_cache<Shape>(position(), args.window);
+    }
+    sync();
+  }
+  CUFUSE_DEVICE void begin(int token) {
+    begin(token, [] { __syncwarp(); });
+  }
+
+  // Of layers without a window, and with one.
+  static CUFUSE_DEVICE CacheSplit* splits() {
+    return reinterpret_cast<CacheSplit*>(dynamic_shared<unsigned char>() + Shape::kSplitsAt) +
+           2 * kRole;
+  }
 
   CUFUSE_DEVICE int position() const { return start + n; }
   CUFUSE_DEVICE bool has_logits() const { return args.all_logits || n + 1 >= args.n_given; }
@@ -104,7 +113,7 @@ struct Role {
 
   CUFUSE_DEVICE CacheSplit split(int layer) const {
     const bool windowed = args.window > 0 && layer % args.window_every == 0;
-    return split_cache<Shape>(position(), windowed ? args.window : 0);
+    return splits()[windowed ? 1 : 0];
   }
 
   // The first of `tiles` tiles that is this CTA's; the next ones are kCtas apart.
@@ -155,12 +164,12 @@ struct Role {
 // ---- the ring is filled
 
 template <typename Shape>
-struct Filler : Role<Shape> {
+struct Filler : Role<Shape, kFillerRole> {
   using T = typename Shape::T;
   RingFiller<typename Shape::Ring, Shape::kRingAt> filler;
 
   CUFUSE_DEVICE Filler(const DecodeArgs<T>& args, const Beginning& beginning)
-      : Role<Shape>(args, beginning, kFillerRole) {}
+      : Role<Shape, kFillerRole>(args, beginning) {}
 
   CUFUSE_DEVICE void qkv(int layer) {
     weights<Shape::kQkvPanels, Shape::kDim>(this->args.qkv, layer);
@@ -204,7 +213,10 @@ struct Filler : Role<Shape> {
     weights<Shape::kDownPanels, Shape::kHidden>(this->args.down, layer);
   }
   CUFUSE_DEVICE void head() { weights<Shape::kHeadPanels, Shape::kDim>(this->args.head, 0); }
-  CUFUSE_DEVICE void end() { filler.drain(this->watch); }
+  CUFUSE_DEVICE void end() {
+    filler.drain(this->watch);
+    this->tracer.close();
+  }
 
  private:
   template <int kPanels, int kK>
@@ -242,7 +254,7 @@ struct Filler : Role<Shape> {
 // ---- x is gathered and multiplied, the cache attended to
 
 template <typename Shape>
-struct Multiplier : Role<Shape> {
+struct Multiplier : Role<Shape, kMultiplierRole> {
   using T = typename Shape::T;
   using Cache = typename Shape::Cache;
   static constexpr int kThreads = kPanelWarps * 32;
@@ -252,17 +264,17 @@ struct Multiplier : Role<Shape> {
   int panels_done = 0;
 
   CUFUSE_DEVICE Multiplier(const DecodeArgs<T>& args, const Beginning& beginning)
-      : Role<Shape>(args, beginning, kMultiplierRole) {}
+      : Role<Shape, kMultiplierRole>(args, beginning) {}
 
   CUFUSE_DEVICE void begin(int token) {
-    Role<Shape>::begin(token);
+    this->n = token;
     const i64 row = static_cast<i64>(this->position()) * (Shape::kRotary / 2);
     float* angles = at<float>(Shape::kAnglesAt);
     for (int i = thread_here(); i < Shape::kRotary / 2; i += kThreads) {
       angles[i] = this->args.cos[row + i];
       angles[Shape::kRotary / 2 + i] = this->args.sin[row + i];
     }
-    sync();
+    Role<Shape, kMultiplierRole>::begin(token, sync);
   }
 
   CUFUSE_DEVICE void qkv(int layer) {
@@ -314,7 +326,7 @@ struct Multiplier : Role<Shape> {
     multiply<Shape::kHeadPanels, Shape::kDim>(first);
   }
 
-  CUFUSE_DEVICE void end() {}
+  CUFUSE_DEVICE void end() { this->tracer.close(); }
 
  private:
   template <typename U>
@@ -339,24 +351,25 @@ struct Multiplier : Role<Shape> {
     constexpr int kPairs = kN / kPerWord<T> / 2;
     constexpr int kMine = (kPairs + kThreads - 1) / kThreads;
     constexpr int kAhead = kMine < 4 ? kMine : 4;
-    u32* x = at<u32>(Shape::kXAt);
     const int thread = thread_here();
+    const u32 place = fragment_place<T>(thread);
     probe(words + 2 * kPairs - 1, tag);
-#pragma unroll 1
-    for (int first = thread; first < kPairs; first += kThreads * kAhead) {
+#pragma unroll
+    for (int round = 0; round < kMine; round += kAhead) {
+      auto pair_of = [&](int i) { return min(thread + (round + i) * kThreads, kPairs - 1); };
       ulonglong2 seen[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        seen[i] = look_pair(words + 2 * min(first + i * kThreads, kPairs - 1));
+        if (round + i < kMine) seen[i] = look_pair(words + 2 * pair_of(i));
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int pair = min(first + i * kThreads, kPairs - 1);
-        const uint2 found = settle(seen[i], words + 2 * pair, tag, this->watch);
-        if (first + i * kThreads < kPairs) put(x, pair, found);
+        if (round + i >= kMine) break;
+        const uint2 found = settle(seen[i], words + 2 * pair_of(i), tag, this->watch);
+        if (thread + (round + i) * kThreads < kPairs) put(place, round + i, found);
       }
     }
-    clear_behind<kN>(x);
+    clear_behind<kN>();
     sync();
     this->tracer.end(kGatherPhase);
   }
@@ -366,10 +379,10 @@ struct Multiplier : Role<Shape> {
     constexpr int kPairs = Shape::kDim / kPerWord<T> / 2;
     constexpr int kMine = (kPairs + kThreads - 1) / kThreads;
     constexpr int kValues = 2 * kPerWord<T>;
-    u32* x = at<u32>(Shape::kXAt);
     float* sums = at<float>(Shape::kNormSumsAt);
     const auto* weights = reinterpret_cast<const uint2*>(weight);
     const int thread = thread_here();
+    const u32 place = fragment_place<T>(thread);
     // A thread past the end looks at the last pair, and what it finds counts for nothing.
     auto pair_of = [&](int i) { return min(thread + i * kThreads, kPairs - 1); };
     uint2 bits[kMine], weight_bits[kMine];
@@ -416,9 +429,9 @@ struct Multiplier : Role<Shape> {
       if (thread + i * kThreads >= kPairs) break;
       const uint2 normal = make_uint2(normalized_word(bits[i].x, scale, weight_bits[i].x),
                                       normalized_word(bits[i].y, scale, weight_bits[i].y));
-      put(x, thread + i * kThreads, normal);
+      put(place, i, normal);
     }
-    clear_behind<Shape::kDim>(x);
+    clear_behind<Shape::kDim>();
     sync();
     this->tracer.end(kGatherPhase);
   }
@@ -434,16 +447,22 @@ struct Multiplier : Role<Shape> {
     }
   }
 
-  static CUFUSE_DEVICE void put(u32* x, int pair, uint2 words) {
-    x[fragment_word<T>(2 * pair)] = words.x;
-    x[fragment_word<T>(2 * pair + 1)] = words.y;
+  // Words 2 i and 2 i + 1, i = `round` kThreads + this thread, whose fragment_place is `place`.
+  static CUFUSE_DEVICE void put(u32 place, int round, uint2 words) {
+    u32* x = at<u32>(Shape::kXAt) + place + round * 2 * kThreads;
+    x[0] = words.x;
+    x[kNextFragment<T>] = words.y;
   }
 
   template <int kN>
-  static CUFUSE_DEVICE void clear_behind(u32* x) {
-    constexpr int kFirst = kN / kPerWord<T>;
-    constexpr int kEnd = Packing<T>::tiles(kN) * 8;
-    for (int i = kFirst + thread_here(); i < kEnd; i += kThreads) x[fragment_word<T>(i)] = 0;
+  static CUFUSE_DEVICE void clear_behind() {
+    constexpr int kFirst = kN / kPerWord<T> / 2;
+    constexpr int kEnd = Packing<T>::tiles(kN) * 4;
+    static_assert(kEnd - kFirst < 32, "a warp clears");
+    if constexpr (kEnd > kFirst) {
+      const int pair = kFirst + thread_here();
+      if (pair < kEnd) put(fragment_place<T>(pair), 0, make_uint2(0, 0));
+    }
   }
 
   // This CTA's panels, from `first` on.
@@ -693,13 +712,13 @@ struct Multiplier : Role<Shape> {
 // ---- sums are finished and handed on
 
 template <typename Shape>
-struct Finisher : Role<Shape> {
+struct Finisher : Role<Shape, kFinisherRole> {
   using T = typename Shape::T;
   int panels_done = 0;
   u64 best_rank = 0;
 
   CUFUSE_DEVICE Finisher(const DecodeArgs<T>& args, const Beginning& beginning)
-      : Role<Shape>(args, beginning, kFinisherRole) {}
+      : Role<Shape, kFinisherRole>(args, beginning) {}
 
   CUFUSE_DEVICE void qkv(int layer) {
     const T* bias = this->args.qkv_bias ? this->args.qkv_bias + layer * Shape::kQkvDim : nullptr;
@@ -781,6 +800,7 @@ struct Finisher : Role<Shape> {
   }
 
   CUFUSE_DEVICE void end() {
+    this->tracer.close();
     if (blockIdx.x != 0 || thread_here() % 32 != 0) return;
     u32* arrived = this->args.control + kControlArrived;
     u32 looks = 0;

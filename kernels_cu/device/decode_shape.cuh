@@ -6,6 +6,7 @@
 #include "device/cache_attention.cuh"
 #include "device/panels.cuh"
 #include "device/rope.cuh"
+#include "device/trace.cuh"
 
 namespace cufuse {
 
@@ -52,6 +53,16 @@ struct DecodeArgs {
   int window_every;     // layer i has the window when i % window_every == 0
   float eps;
   float inverse_temperature;  // 0: the likeliest
+};
+
+// How attention cuts the keys that are in the cache: chunks of a sequence go to splits. It depends
+// on the position and the window alone.
+struct CacheSplit {
+  KeySpan span;     // keys in the cache that the query sees
+  int first_chunk;  // of the sequence
+  int end_chunk;
+  int chunks;       // of a split
+  int count;        // splits, at least 1: the first one also takes the new key
 };
 
 // control: a count that makes tags unique, what went wrong (Watch), CTAs that have read the count.
@@ -140,7 +151,8 @@ struct DecodeShape {
   static constexpr int kAnglesAt =
       kNormWeightsAt + (kQkNorm ? round_up((kGroup + 1) * Cache::kRowBytes, 16) : 0);
   static constexpr int kStatsAt = kAnglesAt + round_up(kRotary * 4, 16);
-  static constexpr int kSharedBytes = kStatsAt + (2 * kPanelGroups + 1) * kMostHeads * 4;
+  static constexpr int kSplitsAt = kStatsAt + (2 * kPanelGroups + 1) * kMostHeads * 4;
+  static constexpr int kSharedBytes = kSplitsAt + kRoles * 2 * static_cast<int>(sizeof(CacheSplit));
 
   static_assert(kDim % 8 == 0 && kHidden % 8 == 0, "vectors travel in whole words");
   static_assert(Ring::kStages > kPanelGroups, "every group has a stage");

@@ -254,6 +254,13 @@ CUFUSE_DEVICE u64 timer_ns() {
   return ns;
 }
 
+// A count of this SM's cycles.
+CUFUSE_DEVICE u64 clock_cycles() {
+  u64 cycles;
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(cycles)::"memory");
+  return cycles;
+}
+
 // ---- shared memory
 
 CUFUSE_DEVICE u32 shared_address(const void* p) {

@@ -37,14 +37,17 @@ struct PanelShape {
 };
 
 // x in shared memory, in the order in which a warp multiplies: entry [tile / 2][lane % 4] has the
-// 16 bytes that lane needs for two tiles. Where word `i` of x (4 bytes of its values) goes:
+// 16 bytes that lane needs for two tiles. Where words 2 i and 2 i + 1 of x (4 bytes of its values
+// each) go; every 16 words of x fill 16 words there.
 template <typename T>
-CUFUSE_DEVICE int fragment_word(int i) {
-  const int tile = i / 8, w = i % 8;
-  const int t = sizeof(T) == 4 ? w / 2 : w % 4;
-  const int part = sizeof(T) == 4 ? w % 2 : w / 4;
+CUFUSE_DEVICE u32 fragment_place(u32 i) {
+  const u32 tile = i / 4, w = i % 4 * 2;
+  const u32 t = sizeof(T) == 4 ? w / 2 : w % 4;
+  const u32 part = sizeof(T) == 4 ? 0 : w / 4;
   return tile / 2 * 16 + t * 4 + tile % 2 * 2 + part;
 }
+template <typename T>
+constexpr int kNextFragment = sizeof(T) == 4 ? 1 : 4;  // from the first to the second
 
 // The sums of a lane over the tiles that its warp multiplies.
 template <typename T>

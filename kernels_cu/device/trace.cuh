@@ -1,5 +1,5 @@
-// What a role of a CTA does when: pairs of times, written to global memory as the kernel runs.
-// Compiled in only for tracing; without it a Tracer is nothing.
+// What a role of a CTA does when, written to global memory as the kernel runs. Compiled in only for
+// tracing; without it a Tracer is nothing.
 #pragma once
 
 #include "device/hw.cuh"
@@ -12,41 +12,51 @@ enum TracePhase : int {
   kGatherPhase,  // them to shared memory, with a norm
   kMultiplyPhase,
   kAttentionPhase,
-  kMergePhase,  // attention's warps, and its splits
+  kMergePhase,  // attention's groups of warps, and its splits
   kFinishPhase,
 };
 
-constexpr int kTraceEvents = 1 << 14;  // of a role of a CTA
+constexpr int kTraceWords = 1 << 13;  // of a role of a CTA
+constexpr int kTraceHead = 8;         // of them before the events
 
 template <bool kTrace>
 struct Tracer {
   CUFUSE_DEVICE Tracer(u64*, int) {}
   CUFUSE_DEVICE void begin(TracePhase) {}
   CUFUSE_DEVICE void end(TracePhase) {}
+  CUFUSE_DEVICE void close() {}
 };
 
-// trace: [ctas, kRoles, kTraceEvents]; an event is time << 8 | phase << 1 | (0 begins, 1 ends), and
-// the first one of each row counts the others. The first thread of the role writes.
+// trace: [ctas, kRoles, kTraceWords]. A row's head is how many events follow it, then timer_ns and
+// clock_cycles when the role began and when it ended; an event is
+// cycles << 8 | phase << 1 | (0 begins, 1 ends). The role's first thread writes.
 template <>
 struct Tracer<true> {
   u64* row;
   int count;
 
-  // The role's first thread writes.
   CUFUSE_DEVICE Tracer(u64* trace, int role)
-      : row(trace + (static_cast<i64>(blockIdx.x) * kRoles + role) * kTraceEvents),
+      : row(trace + (static_cast<i64>(blockIdx.x) * kRoles + role) * kTraceWords),
         count(thread_here() % 32 != 0 || (role == kMultiplierRole && thread_here() != 0)
-                  ? kTraceEvents
-                  : 0) {}
+                  ? kTraceWords
+                  : kTraceHead) {
+    if (count == kTraceWords) return;
+    row[1] = timer_ns();
+    row[2] = clock_cycles();
+  }
 
   CUFUSE_DEVICE void begin(TracePhase phase) { write(phase << 1); }
   CUFUSE_DEVICE void end(TracePhase phase) { write(phase << 1 | 1); }
+  CUFUSE_DEVICE void close() {
+    if (count == kTraceWords) return;
+    row[0] = static_cast<u64>(count - kTraceHead);
+    row[3] = timer_ns();
+    row[4] = clock_cycles();
+  }
 
  private:
   CUFUSE_DEVICE void write(int code) {
-    if (count + 1 >= kTraceEvents) return;
-    row[++count] = timer_ns() << 8 | static_cast<u64>(code);
-    row[0] = static_cast<u64>(count);
+    if (count + 1 < kTraceWords) row[count++] = clock_cycles() << 8 | static_cast<u64>(code);
   }
 };
 

@@ -409,6 +409,8 @@ inline u64 timer_ns() {
       duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count());
 }
 
+inline u64 clock_cycles() { return timer_ns(); }
+
 // ---- mbarrier
 
 inline void mbarrier_init(u64* barrier, u32 count) { host::mbarrier_init(barrier, count); }
