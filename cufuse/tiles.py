@@ -266,12 +266,12 @@ def decode_shared_bytes(c: Config, dtype: Any, tile: DecodeTile) -> int:
     keys = min(128, 1 << (tile.stage_bytes // row_bytes).bit_length() - 1)
     merge = 4 * group * (c.head_dim + 8 + keys + 8) * 4
     x = max(32 * _packed_tiles(widest, itemsize), merge)
-    partials = 4 * (_PANEL_WARPS * 16 * 4 + 8)
+    partials = 4 * _PANEL_WARPS * 16 * 4 + 16
     rows = _round_up((group + 2) * row_bytes, 16)
     norms = _round_up((group + 1) * row_bytes, 16) if c.qk_norm == "head" else 0
     angles = _round_up(c.rotary_dim * 4, 16)
     stats = (2 * 4 + 1) * 8 * 4
-    splits = 3 * 2 * 24
+    roles = 3 * 52
     return (
         _round_up(ring, 128)
         + _round_up(x, 16)
@@ -281,7 +281,7 @@ def decode_shared_bytes(c: Config, dtype: Any, tile: DecodeTile) -> int:
         + norms
         + angles
         + stats
-        + splits
+        + roles
     )
 
 

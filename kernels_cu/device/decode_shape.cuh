@@ -65,11 +65,27 @@ struct CacheSplit {
   int count;        // splits, at least 1: the first one also takes the new key
 };
 
+// What the threads of a role share, for one token.
+struct RoleBlock {
+  CacheSplit splits[2];  // of layers without a window, and with one
+  int token;             // of this launch
+};
+
 // control: a count that makes tags unique, what went wrong (Watch), CTAs that have read the count.
 constexpr int kControlSequence = 0;
 constexpr int kControlFault = 1;
 constexpr int kControlArrived = 2;
 constexpr int kControlWords = 32;
+
+// What a step does, in order: for each layer, and behind the last one the head.
+enum class Phase : int {
+  qkv,        // norm, product, bias
+  attention,  // QK-norm, RoPE, append, attention
+  output,     // product, bias, residual
+  gate_up,    // norm, two products, biases, activation
+  down,       // product, bias, residual
+  head,       // norm, product, draw
+};
 
 template <typename T_, Act kAct_, Rounding kRounding_, Pairing kPairing_, bool kQkNorm_, int kDim_,
           int kHidden_, int kHeads_, int kKvHeads_, int kHeadDim_, int kRotary_, int kVocab_,
@@ -78,8 +94,6 @@ template <typename T_, Act kAct_, Rounding kRounding_, Pairing kPairing_, bool k
 struct DecodeShape {
   using T = T_;
   using Ring = RingShape<kStages_, kStageBytes_, kWindow_, kCopies_>;
-  template <int kK>
-  using Panel = PanelShape<T, kK, kStageBytes_>;
   static constexpr Act kAct = kAct_;
   static constexpr Rounding kRounding = kRounding_;
   static constexpr Pairing kPairing = kPairing_;
@@ -105,12 +119,22 @@ struct DecodeShape {
   static constexpr int kSplitChunks = kSplitChunks_;
   static constexpr int kMostSplits = kKvHeads >= 128 ? 1 : 128 / kKvHeads;
 
-  // Phases: panels of each product.
-  static constexpr int kQkvPanels = (kQkvDim + 15) / 16;
-  static constexpr int kOutPanels = (kDim + 15) / 16;
-  static constexpr int kGateUpPanels = (kHidden + 7) / 8;
-  static constexpr int kDownPanels = (kDim + 15) / 16;
-  static constexpr int kHeadPanels = (kVocab + 15) / 16;
+  // Panels of each product, and how they are cut.
+  static CUFUSE_DEVICE int panels(Phase phase) {
+    return phase == Phase::qkv       ? (kQkvDim + 15) / 16
+           : phase == Phase::gate_up ? (kHidden + 7) / 8
+           : phase == Phase::head    ? (kVocab + 15) / 16
+                                     : (kDim + 15) / 16;
+  }
+  static CUFUSE_DEVICE PanelCut cut(Phase phase) {
+    constexpr PanelCut kOfDim = cut_panel<T, kStageBytes_>(kDim);
+    constexpr PanelCut kOfQDim = cut_panel<T, kStageBytes_>(kQDim);
+    constexpr PanelCut kOfHidden = cut_panel<T, kStageBytes_>(kHidden);
+    static_assert(kOfDim.last_tiles > 0 && kOfQDim.last_tiles > 0 && kOfHidden.last_tiles > 0,
+                  "blocks cover a panel");
+    return phase == Phase::output ? kOfQDim : phase == Phase::down ? kOfHidden : kOfDim;
+  }
+  static constexpr int kQuarterTiles = kStageBytes_ / Packing<T>::kTileBytes / kGroupWarps;
 
   // Words between CTAs. Vectors of the model's dtype, then float32 of attention's splits.
   static constexpr int words(int n) { return round_up((n + kPerWord<T> - 1) / kPerWord<T>, 16); }
@@ -144,15 +168,15 @@ struct DecodeShape {
   static constexpr int kRingAt = Deadline::kBytes;
   static constexpr int kXAt = round_up(kRingAt + Ring::kBytes, 128);
   static constexpr int kPartialsAt = kXAt + round_up(most(kFragmentBytes, kMergeBytes), 16);
-  static constexpr int kPartialsEmptyAt = kPartialsAt + kPartials * kPartialFloats * 4;
-  static constexpr int kNormSumsAt = kPartialsEmptyAt + kPartials * 8;
+  static constexpr int kSumsDoneAt = kPartialsAt + kPartials * kPartialFloats * 4;
+  static constexpr int kNormSumsAt = kSumsDoneAt + 16;
   static constexpr int kRowsAt = kNormSumsAt + kPanelWarps * 4;  // q of the group, k, v
   static constexpr int kNormWeightsAt = kRowsAt + round_up((kGroup + 2) * Cache::kRowBytes, 16);
   static constexpr int kAnglesAt =
       kNormWeightsAt + (kQkNorm ? round_up((kGroup + 1) * Cache::kRowBytes, 16) : 0);
   static constexpr int kStatsAt = kAnglesAt + round_up(kRotary * 4, 16);
-  static constexpr int kSplitsAt = kStatsAt + (2 * kPanelGroups + 1) * kMostHeads * 4;
-  static constexpr int kSharedBytes = kSplitsAt + kRoles * 2 * static_cast<int>(sizeof(CacheSplit));
+  static constexpr int kRolesAt = kStatsAt + (2 * kPanelGroups + 1) * kMostHeads * 4;
+  static constexpr int kSharedBytes = kRolesAt + kRoles * static_cast<int>(sizeof(RoleBlock));
 
   static_assert(kDim % 8 == 0 && kHidden % 8 == 0, "vectors travel in whole words");
   static_assert(Ring::kStages > kPanelGroups, "every group has a stage");

@@ -245,6 +245,9 @@ CUFUSE_DEVICE int thread_here() {
   return static_cast<int>(thread);
 }
 
+// A value that all lanes of the warp have: said so, the compiler keeps it in a register of the warp.
+CUFUSE_DEVICE int uniform(int v) { return __shfl_sync(kFullMask, v, 0); }
+
 // ---- time
 
 // Nanoseconds of a clock that all SMs share.
@@ -272,6 +275,19 @@ CUFUSE_DEVICE u32 shared_address(const void* p) {
 #include "device/swizzle.cuh"  // which is written in the words above
 
 namespace cufuse {
+
+// A word of shared memory that another thread of the CTA publishes.
+CUFUSE_DEVICE u32 load_shared_acquire(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
+               : "=r"(v)
+               : "r"(shared_address(p))
+               : "memory");
+  return v;
+}
+CUFUSE_DEVICE void store_shared_release(u32* p, u32 v) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(p)), "r"(v) : "memory");
+}
 
 // Copy 16 bytes from global to shared memory without registers; of these `size_bytes` (0..16) come
 // from `source`, the rest are zeros. Both addresses are 16-byte aligned.

@@ -121,17 +121,15 @@ struct RingFiller {
     u64* full = Ring::full(next.stage);
 #if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
     if constexpr (Shape::kCopies == Copies::bulk) {
-      if (lane == 0) {
-        mbarrier_arrive_expect_tx(full, size_bytes);
-#pragma unroll
-        for (int i = 0; i < kSlices; ++i) {
-          const int bytes = min(size_bytes - i * slice_bytes, slice_bytes);
-          if (kSlices > 1 && bytes <= 0) break;
-          if constexpr (kReadOnce) {
-            copy_bulk(stage + i * slice_pitch, source + i * slice_bytes, bytes, full, policy);
-          } else {
-            copy_bulk(stage + i * slice_pitch, source + i * slice_bytes, bytes, full);
-          }
+      if (lane == 0) mbarrier_arrive_expect_tx(full, size_bytes);
+      __syncwarp();
+      // A lane for each slice.
+      const int bytes = min(size_bytes - lane * slice_bytes, slice_bytes);
+      if (lane < kSlices && bytes > 0) {
+        if constexpr (kReadOnce) {
+          copy_bulk(stage, source, bytes, full, policy);
+        } else {
+          copy_bulk(stage + lane * slice_pitch, source + lane * slice_bytes, bytes, full);
         }
       }
       __syncwarp();

@@ -7,13 +7,13 @@
 namespace cufuse {
 
 enum RoleId : int { kFillerRole, kMultiplierRole, kFinisherRole, kRoles };
-enum TracePhase : int {
-  kWaitPhase,    // for activations of other CTAs
-  kGatherPhase,  // them to shared memory, with a norm
-  kMultiplyPhase,
-  kAttentionPhase,
-  kMergePhase,  // attention's groups of warps, and its splits
-  kFinishPhase,
+enum Activity : int {
+  kWaiting,    // for activations of other CTAs
+  kGathering,  // them to shared memory, with a norm
+  kMultiplying,
+  kAttending,
+  kMerging,  // attention's groups of warps, and its splits
+  kFinishing,
 };
 
 constexpr int kTraceWords = 1 << 13;  // of a role of a CTA
@@ -22,14 +22,14 @@ constexpr int kTraceHead = 8;         // of them before the events
 template <bool kTrace>
 struct Tracer {
   CUFUSE_DEVICE Tracer(u64*, int) {}
-  CUFUSE_DEVICE void begin(TracePhase) {}
-  CUFUSE_DEVICE void end(TracePhase) {}
+  CUFUSE_DEVICE void begin(Activity) {}
+  CUFUSE_DEVICE void end(Activity) {}
   CUFUSE_DEVICE void close() {}
 };
 
 // trace: [ctas, kRoles, kTraceWords]. A row's head is how many events follow it, then timer_ns and
 // clock_cycles when the role began and when it ended; an event is
-// cycles << 8 | phase << 1 | (0 begins, 1 ends). The role's first thread writes.
+// cycles << 8 | activity << 1 | (0 begins, 1 ends). The role's first thread writes.
 template <>
 struct Tracer<true> {
   u64* row;
@@ -45,8 +45,8 @@ struct Tracer<true> {
     row[2] = clock_cycles();
   }
 
-  CUFUSE_DEVICE void begin(TracePhase phase) { write(phase << 1); }
-  CUFUSE_DEVICE void end(TracePhase phase) { write(phase << 1 | 1); }
+  CUFUSE_DEVICE void begin(Activity activity) { write(activity << 1); }
+  CUFUSE_DEVICE void end(Activity activity) { write(activity << 1 | 1); }
   CUFUSE_DEVICE void close() {
     if (count == kTraceWords) return;
     row[0] = static_cast<u64>(count - kTraceHead);

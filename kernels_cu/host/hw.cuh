@@ -363,6 +363,8 @@ inline u32 add_acq_rel(u32* p, u32 v) { return atomic_add<Order::acq_rel>(p, v);
 // ---- shared memory
 
 inline u32 shared_address(const void* p) { return host::shared_address(p); }
+inline u32 load_shared_acquire(const u32* p) { return load_word<Order::acquire>(p); }
+inline void store_shared_release(u32* p, u32 v) { store_word<Order::release>(p, v); }
 
 }  // namespace cufuse
 
@@ -400,6 +402,8 @@ inline void barrier_arrive(u32 id, u32 threads) {
 }
 
 inline int thread_here() { return static_cast<int>(threadIdx.x); }
+
+inline int uniform(int v) { return __shfl_sync(kFullMask, v, 0); }
 
 // ---- time
 

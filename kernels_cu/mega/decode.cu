@@ -9,7 +9,8 @@
 
 namespace cufuse {
 
-// What a role does, from token to token.
+// What a role does, from token to token. One loop over the phases, not one call for each: the code
+// of a phase is there once, and the instruction cache holds what a layer runs through.
 template <typename AnyRole>
 CUFUSE_DEVICE void walk(AnyRole role, int n_tokens, int n_layers) {
 #pragma unroll 1
@@ -17,13 +18,11 @@ CUFUSE_DEVICE void walk(AnyRole role, int n_tokens, int n_layers) {
     role.begin(token);
 #pragma unroll 1
     for (int layer = 0; layer < n_layers; ++layer) {
-      role.qkv(layer);        // norm, product, bias
-      role.attention(layer);  // QK-norm, RoPE, append, attention
-      role.output(layer);     // product, bias, residual
-      role.gate_up(layer);    // norm, two products, activation
-      role.down(layer);       // product, residual
+      const bool ends = layer + 1 == n_layers && role.has_logits();
+      const int last = static_cast<int>(ends ? Phase::head : Phase::down);
+#pragma unroll 1
+      for (int phase = 0; phase <= last; ++phase) role.run(layer, static_cast<Phase>(phase));
     }
-    if (role.has_logits()) role.head();  // norm, product, draw
   }
   role.end();
 }
@@ -36,19 +35,18 @@ __global__ void __launch_bounds__((kPanelWarps + 2) * 32, 1)
   using Shape = DecodeShape<T, kAct, kRounding, kPairing, kQkNorm, kDim, kHidden, kHeads, kKvHeads,
                             kHeadDim, kRotary, kVocab, kLayers, kCtas, kStages, kStageBytes, kWindow, kCopies,
                             kSplitChunks, kTrace>;
-  const Beginning beginning(args);
   if (threadIdx.x == 0) begin_launch<Shape>(args);
   __syncthreads();
   if (threadIdx.x == 0) {
     atomic_add<Order::release>(args.control + kControlArrived, 1u);
   }
-  const int warp = threadIdx.x / 32;
+  const int warp = uniform(threadIdx.x / 32);
   if (warp == Shape::kFiller) {
-    walk(Filler<Shape>(args, beginning), args.n_tokens, kLayers);
+    walk(Filler<Shape>(args), args.n_tokens, kLayers);
   } else if (warp == Shape::kFinisher) {
-    walk(Finisher<Shape>(args, beginning), args.n_tokens, kLayers);
+    walk(Finisher<Shape>(args), args.n_tokens, kLayers);
   } else {
-    walk(Multiplier<Shape>(args, beginning), args.n_tokens, kLayers);
+    walk(Multiplier<Shape>(args), args.n_tokens, kLayers);
   }
 }
 
