@@ -292,7 +292,8 @@ def decode_words(c: Config, dtype: Any, tile: DecodeTile) -> int:
     splits = max(128 // c.n_kv_heads, 1)
     return (
         sum(_round_up(-(-n // per_word), 16) for n in vectors)
-        + _round_up(c.n_heads * splits * (c.head_dim + 2), 16)
+        + splits * _round_up(-(-c.q_dim // per_word), 16)
+        + _round_up(splits * c.n_heads * 2, 16)
         + _round_up(4 * tile.ctas, 16)
         + c.n_layers * c.n_kv_heads
     )

@@ -157,46 +157,13 @@ struct Filler : Role<Shape, kFillerRole> {
   CUFUSE_DEVICE explicit Filler(const DecodeArgs<T>& args)
       : Role<Shape, kFillerRole>(args) {}
 
-  CUFUSE_DEVICE void run(int layer, Phase phase) {
-    if (phase == Phase::attention) {
-      stream_cache(layer);
-    } else {
-      stream_weights(layer, phase);
-    }
+  CUFUSE_DEVICE void qkv(int layer) {
+    weights<Shape::kQkvPanels, Shape::kDim>(this->args.qkv, layer);
   }
 
-  CUFUSE_DEVICE void end() {
-    filler.drain(this->watch);
-    this->tracer.close();
-  }
-
- private:
-  CUFUSE_DEVICE void stream_weights(int layer, Phase phase) {
-    const DecodeArgs<T>& args = this->args;
-    const T* packed = phase == Phase::qkv       ? args.qkv
-                      : phase == Phase::output  ? args.out
-                      : phase == Phase::gate_up ? args.gate_up
-                      : phase == Phase::down    ? args.down
-                                                : args.head;
-    const PanelCut cut = Shape::cut(phase);
-    const int panels = Shape::panels(phase), panel_bytes = cut.tiles * Packing<T>::kTileBytes;
-    const int block_bytes = cut.block_tiles * Packing<T>::kTileBytes;
-    const auto* base = reinterpret_cast<const unsigned char*>(packed) +
-                       static_cast<i64>(phase == Phase::head ? 0 : layer) * panels * panel_bytes;
-#pragma unroll 1
-    for (int panel = this->take(panels); panel < panels; panel += Shape::kCtas) {
-      const unsigned char* source = base + static_cast<i64>(panel) * panel_bytes;
-#pragma unroll 1
-      for (int left = panel_bytes; left > 0; left -= block_bytes, source += block_bytes) {
-        const int bytes = min(left, block_bytes);
-        filler.template fill<1, true>(source, bytes, bytes, 0, this->watch);
-      }
-    }
-  }
-
-  CUFUSE_DEVICE void stream_cache(int layer) {
+  CUFUSE_DEVICE void attention(int layer) {
     using Cache = typename Shape::Cache;
-    const CacheSplit split = this->split(layer);
+    const CacheSplit& split = this->split(layer);
     const int tasks = Shape::kKvHeads * split.count;
     const int first = this->take(tasks);
     if (first >= tasks) return;
@@ -222,6 +189,39 @@ struct Filler : Role<Shape, kFillerRole> {
       }
     }
     this->tracer.end(kAttending);
+  }
+
+  CUFUSE_DEVICE void output(int layer) {
+    weights<Shape::kOutPanels, Shape::kQDim>(this->args.out, layer);
+  }
+  CUFUSE_DEVICE void gate_up(int layer) {
+    weights<Shape::kGateUpPanels, Shape::kDim>(this->args.gate_up, layer);
+  }
+  CUFUSE_DEVICE void down(int layer) {
+    weights<Shape::kDownPanels, Shape::kHidden>(this->args.down, layer);
+  }
+  CUFUSE_DEVICE void head() { weights<Shape::kHeadPanels, Shape::kDim>(this->args.head, 0); }
+  CUFUSE_DEVICE void end() {
+    filler.drain(this->watch);
+    this->tracer.close();
+  }
+
+ private:
+  template <int kPanels, int kK>
+  CUFUSE_DEVICE void weights(const T* packed, int layer) {
+    using Panel = typename Shape::template Panel<kK>;
+    const auto* base = reinterpret_cast<const unsigned char*>(packed) +
+                       static_cast<i64>(layer) * kPanels * Panel::kBytes;
+    const int first = this->take(kPanels);
+    for (int panel = first; panel < kPanels; panel += Shape::kCtas) {
+      const unsigned char* source = base + panel * Panel::kBytes;
+#pragma unroll 1
+      for (int block = 0; block < Panel::kBlocks; ++block) {
+        filler.template fill<1, true>(source + block * Panel::kBlockTiles * Packing<T>::kTileBytes,
+                                      Panel::block_bytes(block), Panel::block_bytes(block), 0,
+                                      this->watch);
+      }
+    }
   }
 
   // Keys and values that this very launch appended: the generic stores of another CTA come before
@@ -264,42 +264,63 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     Role<Shape, kMultiplierRole>::begin(token, sync);
   }
 
-  CUFUSE_DEVICE void run(int layer, Phase phase) {
-    if (phase == Phase::attention) {
-      attend(layer);
-    } else {
-      multiply(layer, phase);
+  CUFUSE_DEVICE void qkv(int layer) {
+    const int first = this->take(Shape::kQkvPanels);
+    if (first >= Shape::kQkvPanels) return;
+    const T* row = layer == 0 ? this->embedding_row(this->token()) : nullptr;
+    gather_normalized(row, this->words(Shape::kX), this->tag(layer - 1),
+                      this->args.attn_norm + layer * Shape::kDim);
+    multiply<Shape::kQkvPanels, Shape::kDim>(first);
+  }
+
+  CUFUSE_DEVICE void attention(int layer) {
+    const CacheSplit& split = this->split(layer);
+    const int tasks = Shape::kKvHeads * split.count;
+    const int first = this->take(tasks);
+    if (first >= tasks) return;
+    for (int task = this->last_of(first, tasks); task >= first; task -= Shape::kCtas) {
+      attend(layer, task % Shape::kKvHeads, task / Shape::kKvHeads, split);
     }
+  }
+
+  CUFUSE_DEVICE void output(int layer) {
+    const int first = this->take(Shape::kOutPanels);
+    if (first >= Shape::kOutPanels) return;
+    const int splits = this->split(layer).count;
+    if (splits == 1 || splits > Shape::kReadSplits) {
+      gather<Shape::kQDim>(this->words(Shape::kAttention), this->tag(layer));
+    } else {
+      gather_splits(splits, this->tag(layer));
+    }
+    multiply<Shape::kOutPanels, Shape::kQDim>(first);
+  }
+
+  CUFUSE_DEVICE void gate_up(int layer) {
+    const int first = this->take(Shape::kGateUpPanels);
+    if (first >= Shape::kGateUpPanels) return;
+    gather_normalized(nullptr, this->words(Shape::kMiddle), this->tag(layer),
+                      this->args.mlp_norm + layer * Shape::kDim);
+    multiply<Shape::kGateUpPanels, Shape::kDim>(first);
+  }
+
+  CUFUSE_DEVICE void down(int layer) {
+    const int first = this->take(Shape::kDownPanels);
+    if (first >= Shape::kDownPanels) return;
+    gather<Shape::kHidden>(this->words(Shape::kHiddenWords), this->tag(layer));
+    multiply<Shape::kDownPanels, Shape::kHidden>(first);
+  }
+
+  CUFUSE_DEVICE void head() {
+    const int first = this->take(Shape::kHeadPanels);
+    if (first >= Shape::kHeadPanels) return;
+    gather_normalized(nullptr, this->words(Shape::kX), this->tag(Shape::kLayers - 1),
+                      this->args.final_norm);
+    multiply<Shape::kHeadPanels, Shape::kDim>(first);
   }
 
   CUFUSE_DEVICE void end() { this->tracer.close(); }
 
  private:
-  CUFUSE_DEVICE void multiply(int layer, Phase phase) {
-    const int panels = Shape::panels(phase);
-    const int first = this->take(panels);
-    if (first >= panels) return;
-    const PanelCut cut = Shape::cut(phase);
-    if (phase == Phase::output || phase == Phase::down) {
-      const bool after = phase == Phase::output;
-      gather(this->words(after ? Shape::kAttention : Shape::kHiddenWords), this->tag(layer),
-             (after ? Shape::kQDim : Shape::kHidden) / kPerWord<T> / 2, cut.tiles);
-    } else {
-      gather_normalized(layer, phase);
-    }
-    multiply_panels(first, panels, cut);
-  }
-
-  CUFUSE_DEVICE void attend(int layer) {
-    const int tasks = Shape::kKvHeads * this->split(layer).count;
-    const int first = this->take(tasks);
-    if (first >= tasks) return;
-#pragma unroll 1
-    for (int task = this->last_of(first, tasks); task >= first; task -= Shape::kCtas) {
-      attend_split(layer, task % Shape::kKvHeads, task / Shape::kKvHeads);
-    }
-  }
-
   template <typename U>
   static CUFUSE_DEVICE U* at(int offset) {
     return reinterpret_cast<U*>(dynamic_shared<unsigned char>() + offset);
@@ -316,45 +337,40 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     this->tracer.begin(kGathering);
   }
 
-  // Pairs of words to shared memory as fragments, zeros behind them.
-  CUFUSE_DEVICE void gather(const u64* words, u32 tag, int pairs, int tiles) {
-    constexpr int kAhead = 4;
+  // Words [0, kWords) to shared memory as fragments, zeros behind them.
+  template <int kN>
+  CUFUSE_DEVICE void gather(const u64* words, u32 tag) {
+    constexpr int kPairs = kN / kPerWord<T> / 2;
+    constexpr int kMine = (kPairs + kThreads - 1) / kThreads;
+    constexpr int kAhead = kMine < 4 ? kMine : 4;
     const int thread = thread_here();
-    u32 place = fragment_place<T>(thread);
-    probe(words + 2 * pairs - 1, tag);
-#pragma unroll 1
-    for (int first = thread; first < pairs; first += kAhead * kThreads) {
+    const u32 place = fragment_place<T>(thread);
+    probe(words + 2 * kPairs - 1, tag);
+#pragma unroll
+    for (int round = 0; round < kMine; round += kAhead) {
+      auto pair_of = [&](int i) { return min(thread + (round + i) * kThreads, kPairs - 1); };
       ulonglong2 seen[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        seen[i] = look_pair(words + 2 * min(first + i * kThreads, pairs - 1));
+        if (round + i < kMine) seen[i] = look_pair(words + 2 * pair_of(i));
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int pair = min(first + i * kThreads, pairs - 1);
-        const uint2 found = settle(seen[i], words + 2 * pair, tag, this->watch);
-        if (first + i * kThreads < pairs) put(place, found);
-        place += kNextPlace;
+        if (round + i >= kMine) break;
+        const uint2 found = settle(seen[i], words + 2 * pair_of(i), tag, this->watch);
+        if (thread + (round + i) * kThreads < kPairs) put(place, round + i, found);
       }
     }
-    clear_behind(pairs, tiles);
+    clear_behind<kN>();
     sync();
     this->tracer.end(kGathering);
   }
 
-  // The same of a residual vector, through an RMSNorm; the first layer's is an embedding.
-  CUFUSE_DEVICE void gather_normalized(int layer, Phase phase) {
+  // The same of a residual vector, through an RMSNorm; from `row` in memory if that is not null.
+  CUFUSE_DEVICE void gather_normalized(const T* row, const u64* words, u32 tag, const T* weight) {
     constexpr int kPairs = Shape::kDim / kPerWord<T> / 2;
     constexpr int kMine = (kPairs + kThreads - 1) / kThreads;
     constexpr int kValues = 2 * kPerWord<T>;
-    const bool in_middle = phase == Phase::gate_up;
-    const bool embedded = phase == Phase::qkv && layer == 0;
-    const u64* words = this->words(in_middle ? Shape::kMiddle : Shape::kX);
-    const u32 tag = this->tag(phase == Phase::qkv ? layer - 1 : layer);
-    const T* weight = phase == Phase::head ? this->args.final_norm
-                                           : (in_middle ? this->args.mlp_norm
-                                                        : this->args.attn_norm) +
-                                                 layer * Shape::kDim;
     float* sums = at<float>(Shape::kNormSumsAt);
     const auto* weights = reinterpret_cast<const uint2*>(weight);
     const int thread = thread_here();
@@ -364,12 +380,11 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     uint2 bits[kMine], weight_bits[kMine];
 #pragma unroll
     for (int i = 0; i < kMine; ++i) weight_bits[i] = weights[pair_of(i)];
-    if (embedded) {
-      const auto* row = reinterpret_cast<const uint2*>(this->embedding_row(this->token()));
+    if (row) {
       sync();
       this->tracer.begin(kGathering);
 #pragma unroll
-      for (int i = 0; i < kMine; ++i) bits[i] = row[pair_of(i)];
+      for (int i = 0; i < kMine; ++i) bits[i] = reinterpret_cast<const uint2*>(row)[pair_of(i)];
     } else {
       probe(words + 2 * kPairs - 1, tag);
       ulonglong2 seen[kMine];
@@ -406,9 +421,9 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       if (thread + i * kThreads >= kPairs) break;
       const uint2 normal = make_uint2(normalized_word(bits[i].x, scale, weight_bits[i].x),
                                       normalized_word(bits[i].y, scale, weight_bits[i].y));
-      put(place + i * kNextPlace, normal);
+      put(place, i, normal);
     }
-    clear_behind(kPairs, Packing<T>::tiles(Shape::kDim));
+    clear_behind<Shape::kDim>();
     sync();
     this->tracer.end(kGathering);
   }
@@ -424,46 +439,51 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
   }
 
-  // Two words whose fragment_place is `place`; kThreads pairs further on it is kNextPlace more.
-  static constexpr int kNextPlace = 2 * kThreads;
-  static CUFUSE_DEVICE void put(u32 place, uint2 words) {
-    u32* x = at<u32>(Shape::kXAt) + place;
+  // Words 2 i and 2 i + 1, i = `round` kThreads + this thread, whose fragment_place is `place`.
+  static CUFUSE_DEVICE void put(u32 place, int round, uint2 words) {
+    u32* x = at<u32>(Shape::kXAt) + place + round * 2 * kThreads;
     x[0] = words.x;
     x[kNextFragment<T>] = words.y;
   }
 
-  // Tiles are read whole: zeros behind the last pair.
-  static CUFUSE_DEVICE void clear_behind(int pairs, int tiles) {
-    const int pair = pairs + thread_here();
-    if (pair < tiles * 4) put(fragment_place<T>(pair), make_uint2(0, 0));
+  template <int kN>
+  static CUFUSE_DEVICE void clear_behind() {
+    constexpr int kFirst = kN / kPerWord<T> / 2;
+    constexpr int kEnd = Packing<T>::tiles(kN) * 4;
+    static_assert(kEnd - kFirst < 32, "a warp clears");
+    if constexpr (kEnd > kFirst) {
+      const int pair = kFirst + thread_here();
+      if (pair < kEnd) put(fragment_place<T>(pair), 0, make_uint2(0, 0));
+    }
   }
 
   // This CTA's panels, from `first` on.
-  CUFUSE_DEVICE void multiply_panels(int first, int panels, const PanelCut& cut) {
-    const int warp = uniform(thread_here() / 32);
+  template <int kPanels, int kK>
+  CUFUSE_DEVICE void multiply(int first) {
+    using Panel = typename Shape::template Panel<kK>;
+    const int warp = thread_here() / 32;
     const int group = warp / kGroupWarps, quarter = warp % kGroupWarps;
     const uint4* x = at<const uint4>(Shape::kXAt);
     this->tracer.begin(kMultiplying);
     int base = 0;
 #pragma unroll 1
-    for (int panel = first; panel < panels; panel += Shape::kCtas) {
+    for (int panel = first; panel < kPanels; panel += Shape::kCtas) {
       const int mine = (group - base) & (kPanelGroups - 1);
       PanelSums<T> sums;
       auto stage = cursor;
       stage.advance(mine);
 #pragma unroll 1
-      for (int block = mine; block < cut.blocks; block += kPanelGroups) {
-        multiply_block<Shape::kQuarterTiles>(sums, Ring::wait(stage, this->watch), x, cut, block,
-                                             quarter);
+      for (int block = mine; block < Panel::kBlocks; block += kPanelGroups) {
+        multiply_block<Panel>(sums, Ring::wait(stage, this->watch), x, block, quarter);
         Ring::release(stage);
         stage.advance(kPanelGroups);
       }
-      advance(cut.blocks);
-      base += cut.blocks;
+      cursor.template advance<Panel::kBlocks>();
+      base += Panel::kBlocks % kPanelGroups;
 
       const int buffer = panels_done % Shape::kPartials;
       wait_for_partial();
-      if (mine < cut.blocks) {
+      if (mine < Panel::kBlocks) {
         float* partial = at<float>(Shape::kPartialsAt) + buffer * Shape::kPartialFloats;
         store_chain(partial, mine * kGroupWarps + quarter, sums);
       }
@@ -471,12 +491,6 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       ++panels_done;
     }
     this->tracer.end(kMultiplying);
-  }
-
-  CUFUSE_DEVICE void advance(int steps) {
-    constexpr int kStages = Shape::Ring::kStages;
-    cursor.round ^= steps / kStages & 1;
-    cursor.advance(steps % kStages);
   }
 
   // Until the sums that lie where the next ones go have been read.
@@ -490,11 +504,11 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 
   // One KV head's queries over one split of its cache. The first split also takes the new key, and
   // waits for what the others publish.
-  CUFUSE_DEVICE void attend_split(int layer, int kv_head, int part) {
+  CUFUSE_DEVICE void attend(int layer, int kv_head, int part, const CacheSplit& split) {
     constexpr int kGroup = Shape::kGroup;
     const bool merges = part == 0;
     const u32 tag = this->tag(layer);
-    const int warp = uniform(thread_here() / 32), lane = thread_here() % 32;
+    const int warp = thread_here() / 32, lane = thread_here() % 32;
     T* rows = at<T>(Shape::kRowsAt);  // queries, then the new key and value
     float* maxima = at<float>(Shape::kStatsAt);
     float* totals = maxima + kPanelGroups * kMostHeads;
@@ -521,7 +535,6 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       if (warp >= kPanelWarps - 2) append(layer, kv_head, warp == kPanelWarps - 1, new_key);
     }
 
-    const CacheSplit& split = this->split(layer);
     const int chunk = split.first_chunk + part * split.chunks;
     const int count = max(min(split.chunks, split.end_chunk - chunk), 0);
     const int group = warp / kGroupWarps, quarter = warp % kGroupWarps;
@@ -551,7 +564,8 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
                         outs + group * Shape::kGroupOuts, Shape::kMergePitch, quarter);
       }
     }
-    advance(2 * count);
+    cursor.round ^= 2 * count / Shape::Ring::kStages & 1;
+    cursor.advance(2 * count % Shape::Ring::kStages);
     this->tracer.end(kAttending);
 
     this->tracer.begin(kMerging);
@@ -574,14 +588,12 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       if (merges) {
         partial.add(new_logits[head], 1.0f,
                     make_float2(to_float(new_value[column]), to_float(new_value[column + 1])));
-        finish_head(layer, kv_head, head, column, tag, partial);
-      } else {
-        u64* its = part_words(kv_head, part, head);
-        publish(its + column, __float_as_uint(partial.out.x), __float_as_uint(partial.out.y), tag);
-        if (column == 0) {
-          publish(its + kHeadDim, __float_as_uint(partial.max), __float_as_uint(partial.total), tag);
+        const int query = kv_head * kGroup + head;
+        if (this->args.sinks) {
+          partial.add_sink(to_float(this->args.sinks[layer * Shape::kHeads + query]));
         }
       }
+      hand_on(kv_head * kGroup + head, column, part, split.count, tag, partial);
     }
     sync();
     this->tracer.end(kMerging);
@@ -651,48 +663,101 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 #endif
   }
 
-  CUFUSE_DEVICE u64* part_words(int kv_head, int part, int head) const {
-    return this->words(Shape::kParts) +
-           ((kv_head * Shape::kMostSplits + part) * Shape::kGroup + head) * Shape::kPart;
-  }
-
-  // The other splits in ascending order, a sink, the division; then it goes out.
-  CUFUSE_DEVICE void finish_head(int layer, int kv_head, int head, int column, u32 tag,
-                                 PartialHead part) {
-    constexpr int kAhead = 1;
-    const int splits = this->split(layer).count;
+  // Two values of one query head over the keys of one split. A single split is the result; of a few
+  // everybody reads all, and of many the first one makes the result when the others are there.
+  CUFUSE_DEVICE void hand_on(
+      int query, int column, int part, int splits, u32 tag, PartialHead partial) {
+    const bool is_result = part == 0 && (splits == 1 || splits > Shape::kReadSplits);
+    if (is_result) {
 #pragma unroll 1
-    for (int first = 1; first < splits; first += kAhead) {
-      ulonglong2 values[kAhead], stats[kAhead];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (first + i >= splits) break;
-        const u64* its = part_words(kv_head, first + i, head);
-        stats[i] = look_pair(its + kHeadDim);
-        values[i] = look_pair(its + column);
+      for (int other = 1; other < splits; ++other) {
+        const u64* its_stats = stats_of(other, query);
+        const u64* its_values = part_of(other) + (query * kHeadDim + column) / kPerWord<T>;
+        float2 values;
+        const ulonglong2 seen_stats = look_pair(its_stats);
+        if constexpr (kPerWord<T> == 2) {
+          const u32 word = settle(look(its_values), its_values, tag, this->watch);
+          values = make_float2(value_in<T>(word, 0), value_in<T>(word, 1));
+        } else {
+          const uint2 words = settle(look_pair(its_values), its_values, tag, this->watch);
+          values = make_float2(value_in<T>(words.x, 0), value_in<T>(words.y, 0));
+        }
+        const uint2 stats = settle(seen_stats, its_stats, tag, this->watch);
+        const float total = __uint_as_float(stats.y);
+        partial.add(__uint_as_float(stats.x), total, make_float2(values.x * total, values.y * total));
       }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (first + i >= splits) break;
-        const u64* its = part_words(kv_head, first + i, head);
-        const uint2 s = settle(stats[i], its + kHeadDim, tag, this->watch);
-        const uint2 v = settle(values[i], its + column, tag, this->watch);
-        part.add(__uint_as_float(s.x), __uint_as_float(s.y),
-                 make_float2(__uint_as_float(v.x), __uint_as_float(v.y)));
-      }
+    } else if (column == 0) {
+      publish(stats_of(part, query), __float_as_uint(partial.max), __float_as_uint(partial.total),
+              tag);
     }
-    const int query = kv_head * Shape::kGroup + head;
-    if (this->args.sinks) {
-      part.add_sink(to_float(this->args.sinks[layer * Shape::kHeads + query]));
-    }
-    const float2 result = part.result();
+    const float2 result = partial.result();
     const T x = from_float<T>(result.x), y = from_float<T>(result.y);
-    u64* word = this->words(Shape::kAttention) + (query * kHeadDim + column) / kPerWord<T>;
+    u64* word = (is_result ? this->words(Shape::kAttention) : part_of(part)) +
+                (query * kHeadDim + column) / kPerWord<T>;
     if constexpr (kPerWord<T> == 2) {
       publish(word, word_of(x, y), tag);
     } else {
       publish(word, bits_of(x), bits_of(y), tag);
     }
+  }
+
+  CUFUSE_DEVICE u64* part_of(int split) const {
+    return this->words(Shape::kParts) + split * Shape::words(Shape::kQDim);
+  }
+  CUFUSE_DEVICE u64* stats_of(int split, int query) const {
+    return this->words(Shape::kStats) + (split * Shape::kHeads + query) * 2;
+  }
+
+  // What attention hands on, of a few splits, to shared memory as fragments.
+  CUFUSE_DEVICE void gather_splits(int splits, u32 tag) {
+    constexpr int kPairs = Shape::kQDim / kPerWord<T> / 2;
+    constexpr int kMost = Shape::kReadSplits;
+    const int thread = thread_here();
+    u32 place = fragment_place<T>(thread);
+    probe(part_of(0) + 2 * kPairs - 1, tag);
+#pragma unroll 1
+    for (int pair = thread; pair < kPairs; pair += kThreads, place += 2 * kThreads) {
+      const int query = pair * 2 * kPerWord<T> / kHeadDim;
+      ulonglong2 seen[kMost], seen_stats[kMost];
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        const int split = min(i, splits - 1);
+        seen_stats[i] = look_pair(stats_of(split, query));
+        seen[i] = look_pair(part_of(split) + 2 * pair);
+      }
+      float max[kMost], total[kMost], top = minus_infinity();
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        const int split = min(i, splits - 1);
+        const uint2 stats = settle(seen_stats[i], stats_of(split, query), tag, this->watch);
+        max[i] = __uint_as_float(stats.x);
+        total[i] = i < splits ? __uint_as_float(stats.y) : 0.0f;
+        top = fmaxf(top, max[i]);
+      }
+      float sum = 0.0f, values[2 * kPerWord<T>] = {};
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        const int split = min(i, splits - 1);
+        const uint2 words = settle(seen[i], part_of(split) + 2 * pair, tag, this->watch);
+        const float weight = total[i] * exp2f(max[i] - softmax_shift(top));
+        sum += weight;
+#pragma unroll
+        for (int j = 0; j < kPerWord<T>; ++j) {
+          values[j] = fmaf(weight, value_in<T>(words.x, j), values[j]);
+          values[kPerWord<T> + j] = fmaf(weight, value_in<T>(words.y, j), values[kPerWord<T> + j]);
+        }
+      }
+      const float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
+      auto rounded = [&](int j) { return from_float<T>(values[j] * scale); };
+      if constexpr (kPerWord<T> == 2) {
+        put(place, 0, make_uint2(word_of(rounded(0), rounded(1)), word_of(rounded(2), rounded(3))));
+      } else {
+        put(place, 0, make_uint2(bits_of(rounded(0)), bits_of(rounded(1))));
+      }
+    }
+    clear_behind<Shape::kQDim>();
+    sync();
+    this->tracer.end(kGathering);
   }
 };
 
@@ -707,22 +772,83 @@ struct Finisher : Role<Shape, kFinisherRole> {
   CUFUSE_DEVICE explicit Finisher(const DecodeArgs<T>& args)
       : Role<Shape, kFinisherRole>(args) {}
 
-  CUFUSE_DEVICE void run(int layer, Phase phase) {
-    if (phase == Phase::attention) {
-      this->take(Shape::kKvHeads * this->split(layer).count);
-      return;
-    }
-    const int panels = Shape::panels(phase);
-    const int first = this->take(panels);
+  CUFUSE_DEVICE void qkv(int layer) {
+    const T* bias = this->args.qkv_bias ? this->args.qkv_bias + layer * Shape::kQkvDim : nullptr;
+    u64* words = this->words(Shape::kQkv);
+    panels<Shape::kQkvPanels, Shape::kDim>([&](int row) {
+      const float b = bias && row < Shape::kQkvDim ? to_float(bias[row]) : 0.0f;
+      return [=](float sum) {
+        hand_on<Shape::kQkvDim>(words, row, from_float<T>(bias ? sum + b : sum), this->tag(layer));
+      };
+    });
+  }
+
+  CUFUSE_DEVICE void attention(int layer) { this->take(Shape::kKvHeads * this->split(layer).count); }
+
+  CUFUSE_DEVICE void output(int layer) {
     // The residual of the first layer is the embedding.
-    const T* embedded = phase == Phase::output && layer == 0 && first < panels
+    const T* embedded = layer == 0 && starts(Shape::kOutPanels)
                             ? this->embedding_row(this->token())
                             : nullptr;
-#pragma unroll 1
-    for (int panel = first; panel < panels; panel += Shape::kCtas) {
-      finish(layer, phase, panel, embedded);
+    add_residual<Shape::kOutPanels, Shape::kQDim>(
+        this->args.out_bias ? this->args.out_bias + layer * Shape::kDim : nullptr, embedded,
+        this->words(Shape::kX), this->tag(layer - 1), this->words(Shape::kMiddle), layer);
+  }
+
+  CUFUSE_DEVICE void gate_up(int layer) {
+    const i64 at = static_cast<i64>(layer) * Shape::kHidden;
+    const T* gate_bias = this->args.gate_bias ? this->args.gate_bias + at : nullptr;
+    const T* up_bias = this->args.up_bias ? this->args.up_bias + at : nullptr;
+    u64* words = this->words(Shape::kHiddenWords);
+    panels<Shape::kGateUpPanels, Shape::kDim>([&](int row) {
+      // Rows 0..7 of a panel are the gate's, 8..15 the up's.
+      const int column = row / kPanelRows * 8 + row % 8;
+      return [=](float sum) {
+        const float up = __shfl_down_sync(kFullMask, sum, 8);
+        const T value = gated_epilogue<Gate::plain, Shape::kAct>(
+            sum, up, gate_bias, up_bias, min(column, Shape::kHidden - 1), 0.0f, 0.0f);
+        hand_on<Shape::kHidden>(words, row % kPanelRows < 8 ? column : Shape::kHidden, value,
+                                this->tag(layer));
+      };
+    });
+  }
+
+  CUFUSE_DEVICE void down(int layer) {
+    add_residual<Shape::kDownPanels, Shape::kHidden>(
+        this->args.down_bias ? this->args.down_bias + layer * Shape::kDim : nullptr, nullptr,
+        this->words(Shape::kMiddle), this->tag(layer), this->words(Shape::kX), layer);
+  }
+
+  CUFUSE_DEVICE void head() {
+    T* logits = this->args.logits +
+                (this->args.all_logits ? static_cast<i64>(this->n()) * Shape::kVocab : 0);
+    const float inverse = this->args.inverse_temperature;
+    const HashKey key =
+        hash_key(this->args.seed, static_cast<u64>(this->position() + 1), 0);
+    best_rank = 0;
+    panels<Shape::kHeadPanels, Shape::kDim>([&](int row) {
+      return [=](float sum) {
+        if (row >= Shape::kVocab || thread_here() % 32 >= kPanelRows) return;
+        const T rounded = from_float<T>(sum);
+        logits[row] = rounded;
+        const float logit = to_float(rounded);
+        const u32 order = order_of(logit);
+        u64 rank = order == 0 ? kRankOfNan : 0;
+        if (order > kOrderOfMinusInfinity) {
+          rank = inverse > 0.0f ? draw_rank(logit, row, inverse, key) : rank_of(order, row);
+        }
+        best_rank = max(best_rank, rank);
+      };
+    });
+    const u64 rank = warp_max(best_rank);
+    if (thread_here() % 32 == 0) {
+      publish(this->best(this->n()) + 2 * blockIdx.x, static_cast<u32>(rank >> 32),
+              static_cast<u32>(rank), this->tag(Shape::kLayers - 1));
     }
-    if (phase == Phase::head) draw();
+    if (blockIdx.x == 0) {
+      const int id = this->drawn(this->n(), this->tag(Shape::kLayers - 1));
+      if (thread_here() % 32 == 0) this->args.ids[this->n()] = this->watch.expired ? -2 : id;
+    }
   }
 
   CUFUSE_DEVICE void end() {
@@ -740,122 +866,66 @@ struct Finisher : Role<Shape, kFinisherRole> {
   }
 
  private:
-  // One panel: what can be fetched before its sums are there, the sums, and what becomes of them.
-  // Lanes l and l + 16 have the same row.
-  CUFUSE_DEVICE void finish(int layer, Phase phase, int panel, const T* embedded) {
-    const int lane = thread_here() % 32, in_panel = lane % kPanelRows;
-    const int row = panel * kPanelRows + in_panel;
-    // Rows 0..7 of a gated panel are the gate's, 8..15 the up's.
-    const bool gated = phase == Phase::gate_up, adds = phase == Phase::output || phase == Phase::down;
-    const int n = phase == Phase::qkv    ? Shape::kQkvDim
-                  : gated                ? Shape::kHidden
-                  : phase == Phase::head ? Shape::kVocab
-                                         : Shape::kDim;
-    const int column = gated ? panel * 8 + in_panel % 8 : row;
-    const int safe = min(column, n - 1);
-    const T* bias = bias_of(layer, phase, in_panel);
-    const float added = bias ? to_float(bias[safe]) : 0.0f;
-    const bool after = phase == Phase::output;
-    const u64* residual =
-        this->words(after ? Shape::kX : Shape::kMiddle) + safe / kPerWord<T>;
-    u64 seen = 0;
-    float old = 0.0f;
-    if (embedded) {
-      old = to_float(embedded[safe]);
-    } else if (adds) {
-      seen = look(residual);
-    }
+  CUFUSE_DEVICE bool starts(int panels) const {
+    int first = static_cast<int>(blockIdx.x) - this->turn;
+    if (first < 0) first += Shape::kCtas;
+    return first < panels;
+  }
 
-    const int buffer = panels_done++ % Shape::kPartials;
-    auto* shared = dynamic_shared<unsigned char>();
-    barrier_sync(kSumsBarrier + buffer, kPanelWarps * 32 + 32);
-    this->tracer.begin(kFinishing);
-    float sum = panel_sum(reinterpret_cast<const float*>(shared + Shape::kPartialsAt) +
-                              buffer * Shape::kPartialFloats,
-                          Shape::cut(phase).chains);
-    if (lane == 0) {
-      store_shared_release(reinterpret_cast<u32*>(shared + Shape::kSumsDoneAt),
-                           static_cast<u32>(panels_done));
-    }
-
-    if (bias) sum += added;
-    if (phase == Phase::head) {
-      if (row < n && lane < kPanelRows) keep_logit(row, sum);
+  // For each of this CTA's panels: prepare(row) before its sums are there, and what that returns
+  // with the row's sum. Lanes l and l + 16 have the same row.
+  template <int kPanels, int kK, typename Prepare>
+  CUFUSE_DEVICE void panels(const Prepare& prepare) {
+    const int lane = thread_here() % 32;
+#pragma unroll 1
+    for (int panel = this->take(kPanels); panel < kPanels; panel += Shape::kCtas) {
+      const auto finish = prepare(panel * kPanelRows + lane % kPanelRows);
+      const int buffer = panels_done++ % Shape::kPartials;
+      auto* shared = dynamic_shared<unsigned char>();
+      const float* partial = reinterpret_cast<const float*>(shared + Shape::kPartialsAt) +
+                             buffer * Shape::kPartialFloats;
+      barrier_sync(kSumsBarrier + buffer, kPanelWarps * 32 + 32);
+      this->tracer.begin(kFinishing);
+      const float sum = panel_sum<Shape::template Panel<kK>::kChains>(partial);
+      if (lane == 0) {
+        store_shared_release(reinterpret_cast<u32*>(shared + Shape::kSumsDoneAt),
+                             static_cast<u32>(panels_done));
+      }
+      finish(sum);
       this->tracer.end(kFinishing);
-      return;
-    }
-    bool mine = lane < kPanelRows && column < n;
-    if (gated) {
-      const float up = __shfl_down_sync(kFullMask, sum, 8);
-      sum = cufuse::gated<Gate::plain, Shape::kAct>(sum, up, 0.0f, 0.0f);
-      mine = mine && in_panel < 8;
-    } else if (adds) {
-      if (!embedded) {
-        old = value_in<T>(settle(seen, residual, this->tag(after ? layer - 1 : layer), this->watch),
-                          safe);
-      }
-      sum += old;
-    }
-    const int to = phase == Phase::qkv ? Shape::kQkv
-                   : after             ? Shape::kMiddle
-                   : gated             ? Shape::kHiddenWords
-                                       : Shape::kX;
-    hand_on(this->words(to), column, mine, from_float<T>(sum), this->tag(layer));
-    this->tracer.end(kFinishing);
-  }
-
-  CUFUSE_DEVICE const T* bias_of(int layer, Phase phase, int in_panel) const {
-    const DecodeArgs<T>& args = this->args;
-    const T* bias = phase == Phase::qkv       ? args.qkv_bias
-                    : phase == Phase::output  ? args.out_bias
-                    : phase == Phase::down    ? args.down_bias
-                    : phase == Phase::gate_up ? (in_panel < 8 ? args.gate_bias : args.up_bias)
-                                              : nullptr;
-    const int n = phase == Phase::qkv       ? Shape::kQkvDim
-                  : phase == Phase::gate_up ? Shape::kHidden
-                                            : Shape::kDim;
-    return bias ? bias + static_cast<i64>(layer) * n : nullptr;
-  }
-
-  CUFUSE_DEVICE void keep_logit(int row, float sum) {
-    const T rounded = from_float<T>(sum);
-    this->args.logits[(this->args.all_logits ? static_cast<i64>(this->n()) * Shape::kVocab : 0) +
-                      row] = rounded;
-    const float logit = to_float(rounded), inverse = this->args.inverse_temperature;
-    const u32 order = order_of(logit);
-    u64 rank = order == 0 ? kRankOfNan : 0;
-    if (order > kOrderOfMinusInfinity) {
-      rank = rank_of(order, row);
-      if (inverse > 0.0f) {
-        const u64 draw = static_cast<u64>(this->position() + 1);
-        rank = draw_rank(logit, row, inverse, hash_key(this->args.seed, draw, 0));
-      }
-    }
-    best_rank = max(best_rank, rank);
-  }
-
-  CUFUSE_DEVICE void draw() {
-    const u64 rank = warp_max(best_rank);
-    const u32 tag = this->tag(Shape::kLayers - 1);
-    best_rank = 0;
-    if (thread_here() % 32 == 0) {
-      publish(this->best(this->n()) + 2 * blockIdx.x, static_cast<u32>(rank >> 32),
-              static_cast<u32>(rank), tag);
-    }
-    if (blockIdx.x == 0) {
-      const int id = this->drawn(this->n(), tag);
-      if (thread_here() % 32 == 0) this->args.ids[this->n()] = this->watch.expired ? -2 : id;
     }
   }
 
-  // Value `column` of a vector, if it is `mine`; lanes of even ones take their neighbour's along.
-  CUFUSE_DEVICE void hand_on(u64* words, int column, bool mine, T value, u32 tag) {
-    const u32 bits = bits_of(value);
+  template <int kPanels, int kK>
+  CUFUSE_DEVICE void add_residual(const T* bias, const T* embedded, const u64* residual,
+                                  u32 residual_tag, u64* words, int layer) {
+    panels<kPanels, kK>([&](int row) {
+      const bool there = row < Shape::kDim;
+      const float b = bias && there ? to_float(bias[row]) : 0.0f;
+      const u64* word = residual + (there ? row : 0) / kPerWord<T>;
+      const u64 seen = embedded ? 0 : look(word);
+      const float plain = embedded && there ? to_float(embedded[row]) : 0.0f;
+      return [=](float sum) {
+        float old = plain;
+        if (!embedded) {
+          old = value_in<T>(settle(seen, word, residual_tag, this->watch), row);
+        }
+        if (bias) sum += b;
+        hand_on<Shape::kDim>(words, row, from_float<T>(sum + old), this->tag(layer));
+      };
+    });
+  }
+
+  // Row `row` of a vector of kN; lanes of even rows take their neighbour's value along.
+  template <int kN>
+  CUFUSE_DEVICE void hand_on(u64* words, int row, T value, u32 tag) {
+    const bool mine = row < kN && thread_here() % 32 < kPanelRows;
     if constexpr (kPerWord<T> == 1) {
-      if (mine) publish(words + column, bits, tag);
+      if (mine) publish(words + row, bits_of(value), tag);
     } else {
+      const u32 bits = bits_of(value);
       const u32 next = __shfl_down_sync(kFullMask, bits, 1);
-      if (mine && column % 2 == 0) publish(words + column / 2, bits | next << 16, tag);
+      if (mine && row % 2 == 0) publish(words + row / 2, bits | next << 16, tag);
     }
   }
 };

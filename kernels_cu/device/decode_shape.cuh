@@ -77,16 +77,6 @@ constexpr int kControlFault = 1;
 constexpr int kControlArrived = 2;
 constexpr int kControlWords = 32;
 
-// What a step does, in order: for each layer, and behind the last one the head.
-enum class Phase : int {
-  qkv,        // norm, product, bias
-  attention,  // QK-norm, RoPE, append, attention
-  output,     // product, bias, residual
-  gate_up,    // norm, two products, biases, activation
-  down,       // product, bias, residual
-  head,       // norm, product, draw
-};
-
 template <typename T_, Act kAct_, Rounding kRounding_, Pairing kPairing_, bool kQkNorm_, int kDim_,
           int kHidden_, int kHeads_, int kKvHeads_, int kHeadDim_, int kRotary_, int kVocab_,
           int kLayers_, int kCtas_, int kStages_, int kStageBytes_, int kWindow_, Copies kCopies_, int kSplitChunks_,
@@ -94,6 +84,8 @@ template <typename T_, Act kAct_, Rounding kRounding_, Pairing kPairing_, bool k
 struct DecodeShape {
   using T = T_;
   using Ring = RingShape<kStages_, kStageBytes_, kWindow_, kCopies_>;
+  template <int kK>
+  using Panel = PanelShape<T, kK, kStageBytes_>;
   static constexpr Act kAct = kAct_;
   static constexpr Rounding kRounding = kRounding_;
   static constexpr Pairing kPairing = kPairing_;
@@ -118,23 +110,15 @@ struct DecodeShape {
   // Attention: a split takes kSplitChunks chunks, more when there would be too many splits.
   static constexpr int kSplitChunks = kSplitChunks_;
   static constexpr int kMostSplits = kKvHeads >= 128 ? 1 : 128 / kKvHeads;
+  // So many splits are merged by everybody who reads them; of more the first split makes one.
+  static constexpr int kReadSplits = 4;
 
-  // Panels of each product, and how they are cut.
-  static CUFUSE_DEVICE int panels(Phase phase) {
-    return phase == Phase::qkv       ? (kQkvDim + 15) / 16
-           : phase == Phase::gate_up ? (kHidden + 7) / 8
-           : phase == Phase::head    ? (kVocab + 15) / 16
-                                     : (kDim + 15) / 16;
-  }
-  static CUFUSE_DEVICE PanelCut cut(Phase phase) {
-    constexpr PanelCut kOfDim = cut_panel<T, kStageBytes_>(kDim);
-    constexpr PanelCut kOfQDim = cut_panel<T, kStageBytes_>(kQDim);
-    constexpr PanelCut kOfHidden = cut_panel<T, kStageBytes_>(kHidden);
-    static_assert(kOfDim.last_tiles > 0 && kOfQDim.last_tiles > 0 && kOfHidden.last_tiles > 0,
-                  "blocks cover a panel");
-    return phase == Phase::output ? kOfQDim : phase == Phase::down ? kOfHidden : kOfDim;
-  }
-  static constexpr int kQuarterTiles = kStageBytes_ / Packing<T>::kTileBytes / kGroupWarps;
+  // Phases: panels of each product.
+  static constexpr int kQkvPanels = (kQkvDim + 15) / 16;
+  static constexpr int kOutPanels = (kDim + 15) / 16;
+  static constexpr int kGateUpPanels = (kHidden + 7) / 8;
+  static constexpr int kDownPanels = (kDim + 15) / 16;
+  static constexpr int kHeadPanels = (kVocab + 15) / 16;
 
   // Words between CTAs. Vectors of the model's dtype, then float32 of attention's splits.
   static constexpr int words(int n) { return round_up((n + kPerWord<T> - 1) / kPerWord<T>, 16); }
@@ -143,10 +127,9 @@ struct DecodeShape {
   static constexpr int kQkv = kMiddle + words(kDim);        // [q_dim + 2 kv_dim]
   static constexpr int kAttention = kQkv + words(kQkvDim);  // [q_dim]
   static constexpr int kHiddenWords = kAttention + words(kQDim);   // [hidden]
-  static constexpr int kParts = kHiddenWords + words(kHidden);  // [kv_heads, splits, group, kPart]
-  static constexpr int kPart = kHeadDim + 2;                    // values, max, total
-  static constexpr int kBest =
-      kParts + round_up(kKvHeads * kMostSplits * kGroup * kPart, 16);  // [2, ctas, 2]
+  static constexpr int kParts = kHiddenWords + words(kHidden);  // [splits][q_dim]
+  static constexpr int kStats = kParts + kMostSplits * words(kQDim);  // [splits, heads, 2] float32
+  static constexpr int kBest = kStats + round_up(kMostSplits * kHeads * 2, 16);  // [2, ctas, 2]
   static constexpr int kAppended = kBest + round_up(2 * kCtas * 2, 16);  // [layers, kv_heads]
   static constexpr int kWords = kAppended + kLayers * kKvHeads;
 

@@ -43,6 +43,8 @@ struct Watch {
 enum Place : u32 { kWaitsForWeights = 1, kWaitsForRoom = 2, kWaitsForWords = 3, kWaitsForSums = 4 };
 
 CUFUSE_DEVICE void wait_for(u64* barrier, u32 parity, Watch& watch, Place place) {
+  // A first look that cannot put the thread to sleep: mostly there is nothing to wait for.
+  if (mbarrier_test_wait(barrier, parity)) return;
   u32 looks = 0;
   while (!watch.expired && !mbarrier_try_wait(barrier, parity)) {
     if (watch.gives_up(looks, place)) return;

@@ -18,27 +18,23 @@ constexpr int kPanelWarps = kPanelGroups * kGroupWarps;
 
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
-// How a panel is cut along K. The warps' code is one for all products of a step, so that it stays
-// small: what differs are these numbers.
-struct PanelCut {
-  int tiles;
-  int blocks;
-  int block_tiles;    // of every block but the last
-  int last_tiles;
-  int quarter_tiles;  // of a block, for each warp of a group, as long as there are any
-  int chains;         // that make a row
-};
+template <typename T, int kK, int kStageBytes>
+struct PanelShape {
+  static constexpr int kTiles = Packing<T>::tiles(kK);
+  static constexpr int kMostTiles = kStageBytes / Packing<T>::kTileBytes;
+  static constexpr int kBlocks = (kTiles + kMostTiles - 1) / kMostTiles;
+  static constexpr int kBlockTiles = round_up((kTiles + kBlocks - 1) / kBlocks, 2);
+  static constexpr int kLastTiles = kTiles - (kBlocks - 1) * kBlockTiles;
+  static constexpr int kQuarterTiles = round_up((kBlockTiles + 3) / 4, 2);
+  static constexpr int kChains = kGroupWarps * (kBlocks < kPanelGroups ? kBlocks : kPanelGroups);
+  static constexpr bool kWhole = kLastTiles == 4 * kQuarterTiles && kBlockTiles == kLastTiles;
+  static constexpr i64 kBytes = static_cast<i64>(kTiles) * Packing<T>::kTileBytes;
+  static_assert(kTiles % 2 == 0 && kLastTiles > 0, "blocks cover a panel");
 
-template <typename T, int kStageBytes>
-constexpr PanelCut cut_panel(int k) {
-  const int most = kStageBytes / Packing<T>::kTileBytes;
-  const int tiles = Packing<T>::tiles(k);
-  const int blocks = (tiles + most - 1) / most;
-  const int block_tiles = round_up((tiles + blocks - 1) / blocks, 2);
-  const int last = tiles - (blocks - 1) * block_tiles;
-  return {tiles, blocks, block_tiles, last, round_up((block_tiles + 3) / 4, 2),
-          kGroupWarps * (blocks < kPanelGroups ? blocks : kPanelGroups)};
-}
+  static CUFUSE_DEVICE int block_bytes(int block) {
+    return (block + 1 < kBlocks ? kBlockTiles : kLastTiles) * Packing<T>::kTileBytes;
+  }
+};
 
 // x in shared memory, in the order in which a warp multiplies: entry [tile / 2][lane % 4] has the
 // 16 bytes that lane needs for two tiles. Where words 2 i and 2 i + 1 of x (4 bytes of its values
@@ -96,43 +92,31 @@ struct PanelSums<float> {
   }
 };
 
-// Quarter `quarter` of a block that lies in a stage; it has up to kMost tiles.
-template <int kMost, typename T>
-CUFUSE_DEVICE void multiply_block(PanelSums<T>& sums,
-                                  const unsigned char* stage,
-                                  const uint4* x,
-                                  const PanelCut& cut,
-                                  int block,
-                                  int quarter) {
-  const int lane = thread_here() % 32;
-  const int first = quarter * cut.quarter_tiles;
+// Quarter `quarter` of a block that lies in a stage.
+template <typename Shape, typename T>
+CUFUSE_DEVICE void multiply_block(PanelSums<T>& sums, const unsigned char* stage, const uint4* x,
+                                  int block, int quarter) {
+  const int lane = threadIdx.x % 32;
+  const int first = quarter * Shape::kQuarterTiles;
   const uint4* a = reinterpret_cast<const uint4*>(stage) + first * 32 + lane;
-  x += (block * cut.block_tiles + first) / 2 * 4 + lane % 4;
-  const int left = (block + 1 < cut.blocks ? cut.block_tiles : cut.last_tiles) - first;
-  const int tiles = min(left, cut.quarter_tiles);
-  // A few at a time: all at once would take too many registers.
-  constexpr int kAhead = 4;
-#pragma unroll 1
-  for (int from = 0; from < tiles; from += kAhead) {
-    uint4 weights[kAhead];
+  x += (block * Shape::kBlockTiles + first) / 2 * 4 + lane % 4;
+  const int tiles = (block + 1 < Shape::kBlocks ? Shape::kBlockTiles : Shape::kLastTiles) - first;
+  uint4 weights[Shape::kQuarterTiles];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (from + i < tiles) weights[i] = a[i * 32];
-    }
+  for (int i = 0; i < Shape::kQuarterTiles; ++i) {
+    if (Shape::kWhole || i < tiles) weights[i] = a[i * 32];
+  }
 #pragma unroll
-    for (int i = 0; i < kAhead; i += 2) {
-      if (from + i < tiles) sums.add(weights[i], weights[i + 1], x[i * 2]);
-    }
-    a += kAhead * 32;
-    x += kAhead * 2;
+  for (int i = 0; i < Shape::kQuarterTiles; i += 2) {
+    if (Shape::kWhole || i < tiles) sums.add(weights[i], weights[i + 1], x[i * 2]);
   }
 }
 
-// The partial sums of a panel: [chains, kPanelRows] floats. What a warp brings goes in with
+// The partial sums of a panel: [kChains, kPanelRows] floats. What a warp brings goes in with
 // `store_chain`, row `lane % 16` comes out with `panel_sum`, to both lanes.
 template <typename T>
 CUFUSE_DEVICE void store_chain(float* partial, int chain, const PanelSums<T>& sums) {
-  const int lane = thread_here() % 32;
+  const int lane = threadIdx.x % 32;
   const float2 rows = sums.rows();
   if (lane % 4 == 0) {
     partial[chain * kPanelRows + lane / 4] = rows.x;
@@ -140,15 +124,13 @@ CUFUSE_DEVICE void store_chain(float* partial, int chain, const PanelSums<T>& su
   }
 }
 
-CUFUSE_DEVICE float panel_sum(const float* partial, int chains) {
-  const int lane = thread_here() % 32;
-  const int half = chains / 2;
-  partial += lane / 16 * half * kPanelRows + lane % 16;
+template <int kChains>
+CUFUSE_DEVICE float panel_sum(const float* partial) {
+  const int lane = threadIdx.x % 32;
+  partial += lane / 16 * (kChains / 2) * kPanelRows + lane % 16;
   float sum = partial[0];
 #pragma unroll
-  for (int chain = 1; chain < kPanelWarps / 2; ++chain) {
-    if (chain < half) sum += partial[chain * kPanelRows];
-  }
+  for (int chain = 1; chain < kChains / 2; ++chain) sum += partial[chain * kPanelRows];
   return sum + __shfl_xor_sync(kFullMask, sum, 16);
 }
 

@@ -9,8 +9,7 @@
 
 namespace cufuse {
 
-// What a role does, from token to token. One loop over the phases, not one call for each: the code
-// of a phase is there once, and the instruction cache holds what a layer runs through.
+// What a role does, from token to token.
 template <typename AnyRole>
 CUFUSE_DEVICE void walk(AnyRole role, int n_tokens, int n_layers) {
 #pragma unroll 1
@@ -18,11 +17,13 @@ CUFUSE_DEVICE void walk(AnyRole role, int n_tokens, int n_layers) {
     role.begin(token);
 #pragma unroll 1
     for (int layer = 0; layer < n_layers; ++layer) {
-      const bool ends = layer + 1 == n_layers && role.has_logits();
-      const int last = static_cast<int>(ends ? Phase::head : Phase::down);
-#pragma unroll 1
-      for (int phase = 0; phase <= last; ++phase) role.run(layer, static_cast<Phase>(phase));
+      role.qkv(layer);        // norm, product, bias
+      role.attention(layer);  // QK-norm, RoPE, append, attention
+      role.output(layer);     // product, bias, residual
+      role.gate_up(layer);    // norm, two products, activation
+      role.down(layer);       // product, residual
     }
+    if (role.has_logits()) role.head();  // norm, product, draw
   }
   role.end();
 }
