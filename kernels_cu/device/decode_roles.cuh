@@ -847,25 +847,30 @@ struct Finisher : Role<Shape, kFinisherRole> {
     }
     if (blockIdx.x == 0) {
       const int id = this->drawn(this->n(), this->tag(Shape::kLayers - 1));
-      if (thread_here() % 32 == 0) this->args.ids[this->n()] = this->watch.expired ? -2 : id;
+      if (thread_here() % 32 == 0) this->args.ids[this->n()] = stopped() ? -2 : id;
     }
   }
 
   CUFUSE_DEVICE void end() {
     this->tracer.close();
     if (blockIdx.x != 0 || thread_here() % 32 != 0) return;
+    // All CTAs are resident and arrive before they wait for anything.
     u32* arrived = this->args.control + kControlArrived;
-    u32 looks = 0;
     while (load_word<Order::acquire>(arrived) != Shape::kCtas) {
-      if (this->watch.gives_up(looks, kWaitsForWords)) break;
     }
     store_word<Order::relaxed>(arrived, 0u);
-    this->args.start[0] = this->launch().start + this->args.n_tokens;
+    // After a launch that gave up, the cache counts as if it had not been.
+    if (!stopped()) this->args.start[0] = this->launch().start + this->args.n_tokens;
     this->args.control[kControlSequence] =
         this->launch().sequence + static_cast<u32>(this->args.n_tokens * Shape::kLayers);
   }
 
  private:
+  // Whether a thread of any CTA gave up, in this launch or in one before that the host has not seen.
+  CUFUSE_DEVICE bool stopped() const {
+    return load_word<Order::acquire>(this->args.control + kControlFault) != 0;
+  }
+
   CUFUSE_DEVICE bool starts(int panels) const {
     int first = static_cast<int>(blockIdx.x) - this->turn;
     if (first < 0) first += Shape::kCtas;

@@ -44,7 +44,7 @@ struct DecodeArgs {
   u64* trace;           // what happened when (device/trace.cuh); null without
   u64 budget_ns;        // a launch that takes longer gives up
   u64 seed;
-  int n_tokens;
+  int n_tokens;         // that have been through the model when the launch ends, 0 if none yet
   int n_given;
   int layer;            // of a launch that does a part of a step
   int all_logits;
