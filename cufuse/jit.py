@@ -124,6 +124,15 @@ def record(*, dry: bool = False) -> Iterator[Record]:
         _record.reset(token)
 
 
+@contextlib.contextmanager
+def unrecorded() -> Iterator[bool]:
+    """Leave the block's launches out of the record; yields whether they run (it is not dry)."""
+    outer = _record.get()
+    dry = outer is not None and outer.dry
+    with record(dry=dry):
+        yield not dry
+
+
 def debug_level() -> int:
     """Read CUFUSE_DEBUG: 1 names each compile, 2 each launch, 3 the source, 4 the SASS."""
     value = os.environ.get("CUFUSE_DEBUG", "0")

@@ -23,6 +23,16 @@ _FAULT = 1  # of control's words
 BUDGET_SECONDS = 2.0  # for a token; a launch that takes longer gives up
 _TWIN_BUDGET_SECONDS = 1e6  # the twin has a budget of its own
 
+# The phases of a layer in their order, and what each reads beside the cache; the head's comes last.
+LAYER_PHASES = {
+    "qkv": ("attn_norm", "qkv", "qkv_bias"),
+    "attention": ("q_norm", "k_norm", "sinks"),
+    "output": ("out", "out_bias"),
+    "gate_up": ("mlp_norm", "gate_up", "gate_bias", "up_bias"),
+    "down": ("down", "down_bias"),
+}
+_HEAD = ("final_norm", "head")
+
 
 def problem(c: Config) -> str | None:
     """Say in a few words what of a config these kernels do not have, or return None."""
@@ -48,9 +58,26 @@ def problem(c: Config) -> str | None:
     return next((words for words, applies in reasons.items() if applies), None)
 
 
+def applies(weights: Weights, state: State, tokens: Array) -> bool:
+    """Tell whether these kernels can take tokens [batch, q_len]: one, of a model that they have."""
+    c = weights.config
+    if tokens.size != 1 or device.kind(tokens) == "numpy" or problem(c):
+        return False
+    try:
+        tiles.decode(c, tiles.target_of(state.start), weights.dtype)
+    except device.Unsupported:
+        return False
+    return True
+
+
 def check(engine: str, state: State) -> None:
-    """Raise Unsupported for a model or a batch that these kernels do not have."""
+    """Raise Unsupported for a model, a batch or arrays that these kernels do not take."""
     c = state.config
+    if device.kind(state.start) == "numpy":
+        raise device.Unsupported(
+            f"engine {engine}: the model has NumPy arrays and this engine is a kernel; use engine "
+            "reference"
+        )
     words = problem(c)
     if words:
         raise device.Unsupported(f"engine {engine}: {c.name} has {words}; use engine fused")
@@ -58,6 +85,11 @@ def check(engine: str, state: State) -> None:
         raise device.Unsupported(
             f"engine {engine}: the batch is {state.batch}, wanted 1; use engine fused"
         )
+
+
+def draws(sampling: Sampling) -> bool:
+    """Tell whether the kernels draw this way themselves: greedy, or by temperature alone."""
+    return sampling.temperature == 0 or not (sampling.top_k or sampling.top_p < 1 or sampling.min_p)
 
 
 # ---- weights ------------------------------------------------------------------------------------
@@ -68,6 +100,7 @@ class DecodeWeights:
     """The arrays of a model as the kernels read them, by the names of DecodeArgs."""
 
     arrays: dict[str, Array]
+    packed: bool  # or only made, to count with
 
     @property
     def size_bytes(self) -> int:
@@ -78,9 +111,10 @@ class DecodeWeights:
 def prepare(weights: Weights) -> DecodeWeights:
     """Pack a model's weights, layer by layer; the same object for the same weights."""
     kept = getattr(weights, "_decode_weights", None)
-    if kept is None:
-        kept = DecodeWeights(_arrays(weights))
-        weights._decode_weights = kept  # type: ignore[attr-defined]
+    with jit.unrecorded() as runs:  # a step's launches are counted, not those that prepare it
+        if kept is None or (runs and not kept.packed):
+            kept = DecodeWeights(_arrays(weights), packed=runs)
+            weights._decode_weights = kept  # type: ignore[attr-defined]
     return kept
 
 
@@ -171,7 +205,7 @@ def launch(
     ids: Array,
     all_logits: bool = False,
     sampling: Sampling | None = None,
-    extra_template: tuple[Any, ...] = (),
+    phase: str | None = None,
     layer: int = 0,
     trace: Array = None,
 ) -> Array:
@@ -179,6 +213,7 @@ def launch(
 
     ids: int32 [n_tokens], what is drawn behind each token with logits; may be `tokens`
     sampling: how it is drawn; greedy when left out
+    phase, layer: what the launch does of one token, where it is not all; "head" comes last
 
     Returns logits [n_tokens or 1, vocab_size]; the kernel counts the tokens in the cache itself.
     """
@@ -203,7 +238,7 @@ def launch(
         "trace": trace,
         "budget_ns": int(seconds * 1e9),
         "seed": sampling.seed,
-        "n_tokens": n_tokens,
+        "n_tokens": n_tokens if phase in (None, "head") else 0,
         "n_given": tokens.size,
         "layer": layer,
         "all_logits": int(all_logits),
@@ -214,7 +249,9 @@ def launch(
         "inverse_temperature": 1.0 / sampling.temperature if sampling.temperature else 0.0,
     }
     file, name = kernel
-    values = (*template(c, weights.dtype, tile, trace=trace is not None), *extra_template)
+    values = template(c, weights.dtype, tile, trace=trace is not None)
+    if phase is not None:
+        values = (*values, f"Phase::{phase}")
     jit.kernel(file, name, *values).launch(
         tile.ctas,
         tiles.DECODE_THREADS,
@@ -222,19 +259,25 @@ def launch(
         like=state.start,
         shared_bytes=tiles.decode_shared_bytes(c, weights.dtype, tile),
         cooperative=True,
-        size_bytes=size_bytes(weights, state, n_tokens),
+        size_bytes=size_bytes(weights, state, n_tokens, phase),
     )
     return logits
 
 
-def size_bytes(weights: Weights, state: State, n_tokens: int) -> int:
-    """Bytes that a launch has to read: all weights once a token, and the cache so far."""
-    arrays = prepare(weights).arrays
-    once = sum(a.nbytes for name, a in arrays.items() if a is not None and name != "embedding")
-    c = weights.config
-    row = 2 * c.n_layers * c.kv_dim * np.dtype(weights.dtype).itemsize
+def size_bytes(weights: Weights, state: State, n_tokens: int, phase: str | None = None) -> int:
+    """Bytes that a launch has to read: weights once a token, and the cache so far."""
+    c, arrays = weights.config, prepare(weights).arrays
+
+    def once(names: tuple[str, ...]) -> int:
+        return sum(arrays[name].nbytes for name in names if arrays[name] is not None)
+
     keys = n_tokens * state.length + n_tokens * (n_tokens - 1) // 2
-    return n_tokens * once + row * keys
+    cache = 2 * c.n_layers * c.kv_dim * np.dtype(weights.dtype).itemsize * keys
+    if phase is None:
+        return n_tokens * once(tuple(arrays)[1:]) + cache  # a token takes one row of the embedding
+    if phase == "head":
+        return once(_HEAD)
+    return (once(LAYER_PHASES[phase]) + (cache if phase == "attention" else 0)) // c.n_layers
 
 
 def control(state: State) -> Array:
@@ -243,12 +286,16 @@ def control(state: State) -> Array:
 
 
 def check_fault(state: State) -> None:
-    """Raise KernelStopped when a kernel gave up waiting, and forget it. Waits for the GPU."""
+    """Raise KernelStopped when a kernel gave up waiting, and forget it. Waits for the GPU.
+
+    The cache then counts the tokens that it held before the launch that gave up.
+    """
     words = control(state)
     fault = int(words[_FAULT])
     if not fault:
         return
     words[_FAULT] = 0
+    state.length = int(state.start[0])
     places = {1: "weights", 2: "room in its ring", 3: "another CTA's words", 4: "sums"}
     raise KernelStopped(
         f"a decode kernel gave up waiting for {places.get(fault, 'something')} after "

@@ -1,20 +1,31 @@
-"""Neighbouring operations glued: a few launches a layer."""
+"""Neighbouring operations glued: five launches a layer.
+
+One token of a model that the kernels of `mega` have goes through their phases, a launch each, and
+gives the same bits; prompts, batches and other models go through ops.
+"""
 
 from __future__ import annotations
 
 from cufuse import ops
 from cufuse.config import Config
 from cufuse.device import Array
-from cufuse.engines import _parts
+from cufuse.engines import _decode, _parts
+from cufuse.generate import Sampling
 from cufuse.ops.rmsnorm import Norm
 from cufuse.state import State
 from cufuse.weights import Layer, Weights
 
+draws = _decode.draws
+
 
 def step(weights: Weights, state: State, tokens: Array, *, all_logits: bool = False) -> Array:
     """Append tokens [batch, q_len] and return the logits of the last position."""
-    c = weights.config
     _parts.check(weights, state, tokens)
+    if _decode.applies(weights, state, tokens):
+        ids = state.buffer("ids", (1,), "int32")
+        logits = _by_phases(weights, state, tokens, ids)
+        return logits.reshape(1, 1, -1) if all_logits else logits
+    c = weights.config
     x = _parts.embed(weights, state, tokens)
     if c.norm_placement == "post":
         _encoder_blocks(weights, state, x)
@@ -25,6 +36,49 @@ def step(weights: Weights, state: State, tokens: Array, *, all_logits: bool = Fa
             _mlp(c, state, layer, x)
     logits = _head(weights, state, x, all_logits)
     state.advance(tokens.shape[1])
+    return logits
+
+
+def step_and_draw(
+    weights: Weights, state: State, tokens: Array, sampling: Sampling, *, ids: Array
+) -> Array:
+    """Append tokens [batch, q_len] and draw what comes behind each sequence's last one.
+
+    ids: int32 [batch]; may be `tokens`
+
+    Returns logits [batch, vocab_size] of the last position.
+    """
+    _parts.check(weights, state, tokens)
+    if draws(sampling) and _decode.applies(weights, state, tokens):
+        return _by_phases(weights, state, tokens, ids, sampling)
+    logits = step(weights, state, tokens)
+    sampling.draw(logits, state, ids)
+    return logits
+
+
+def _by_phases(
+    weights: Weights, state: State, tokens: Array, ids: Array, sampling: Sampling | None = None
+) -> Array:
+    """One token through the stages of `mega`, a phase a launch."""
+
+    def launch(phase: str, layer: int = 0) -> Array:
+        return _decode.launch(
+            ("fused/decode.cu", "decode_phase"),
+            weights,
+            state,
+            tokens.reshape(-1),
+            n_tokens=1,
+            ids=ids,
+            sampling=sampling,
+            phase=phase,
+            layer=layer,
+        )
+
+    for layer in range(weights.config.n_layers):
+        for phase in _decode.LAYER_PHASES:
+            launch(phase, layer)
+    logits = launch("head")
+    state.length += 1
     return logits
 
 

@@ -10,6 +10,8 @@ from cufuse.weights import Weights
 
 _KERNEL = ("mega/decode.cu", "decode")
 
+draws = _decode.draws
+
 
 def step(weights: Weights, state: State, tokens: Array, *, all_logits: bool = False) -> Array:
     """Append tokens [1, q_len], one after the other, and return the logits of the last position."""
@@ -23,12 +25,19 @@ def step(weights: Weights, state: State, tokens: Array, *, all_logits: bool = Fa
 
 
 def step_and_draw(
-    weights: Weights, state: State, tokens: Array, sampling: Sampling, *, ids: Array
+    weights: Weights,
+    state: State,
+    tokens: Array,
+    sampling: Sampling,
+    *,
+    ids: Array,
+    trace: Array = None,
 ) -> Array:
     """Append tokens [1, q_len] and what is drawn behind them, len(ids) tokens in all.
 
     ids: int32 [n], the last of them what is drawn behind the last token; may be `tokens`
     sampling: greedy, or with a temperature and no filter (`draws` tells)
+    trace: from `trace.allocate`; the kernel writes there what it does when
 
     Returns logits [1, vocab_size] of the last token.
     """
@@ -41,14 +50,10 @@ def step_and_draw(
         n_tokens=len(ids),
         ids=ids,
         sampling=sampling,
+        trace=trace,
     )
     state.length += len(ids)
     return logits
-
-
-def draws(sampling: Sampling) -> bool:
-    """Tell whether the kernel draws this way itself: greedy, or by temperature alone."""
-    return sampling.temperature == 0 or not (sampling.top_k or sampling.top_p < 1 or sampling.min_p)
 
 
 def _check(weights: Weights, state: State, tokens: Array, n: int | None = None) -> int:

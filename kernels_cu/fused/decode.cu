@@ -1,0 +1,51 @@
+// One phase of a decode step in a launch: the roles of mega/decode.cu do for one layer what they do
+// there in a row, so the bits are the same, and what a phase hands on stays in the words between
+// CTAs. Five launches a layer, and the head's, which counts the token. Bounded by reading the
+// phase's weights once, behind a ring that starts empty.
+// instantiate: decode_phase<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 3, Copies::bulk, 2, false, Phase::attention>
+// instantiate: decode_phase<half, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, Copies::bulk, 2, false, Phase::head>
+// instantiate: decode_phase<float, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, Copies::async, 2, false, Phase::qkv>
+#include "device/decode_roles.cuh"
+
+namespace cufuse {
+
+enum class Phase { qkv, attention, output, gate_up, down, head };
+
+// What a role does.
+template <Phase kPhase, typename AnyRole>
+CUFUSE_DEVICE void walk(AnyRole role, int layer) {
+  role.begin(0);
+  if constexpr (kPhase == Phase::qkv) role.qkv(layer);
+  if constexpr (kPhase == Phase::attention) role.attention(layer);
+  if constexpr (kPhase == Phase::output) role.output(layer);
+  if constexpr (kPhase == Phase::gate_up) role.gate_up(layer);
+  if constexpr (kPhase == Phase::down) role.down(layer);
+  if constexpr (kPhase == Phase::head) role.head();
+  role.end();
+}
+
+template <typename T, Act kAct, Rounding kRounding, Pairing kPairing, bool kQkNorm, int kDim,
+          int kHidden, int kHeads, int kKvHeads, int kHeadDim, int kRotary, int kVocab, int kLayers,
+          int kCtas, int kStages, int kStageBytes, int kWindow, Copies kCopies, int kSplitChunks,
+          bool kTrace, Phase kPhase>
+__global__ void __launch_bounds__((kPanelWarps + 2) * 32, 1)
+    decode_phase(const __grid_constant__ DecodeArgs<T> args) {
+  using Shape = DecodeShape<T, kAct, kRounding, kPairing, kQkNorm, kDim, kHidden, kHeads, kKvHeads,
+                            kHeadDim, kRotary, kVocab, kLayers, kCtas, kStages, kStageBytes,
+                            kWindow, kCopies, kSplitChunks, kTrace>;
+  if (threadIdx.x == 0) begin_launch<Shape>(args);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    atomic_add<Order::release>(args.control + kControlArrived, 1u);
+  }
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp == Shape::kFiller) {
+    walk<kPhase>(Filler<Shape>(args), args.layer);
+  } else if (warp == Shape::kFinisher) {
+    walk<kPhase>(Finisher<Shape>(args), args.layer);
+  } else {
+    walk<kPhase>(Multiplier<Shape>(args), args.layer);
+  }
+}
+
+}  // namespace cufuse
