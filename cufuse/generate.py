@@ -128,18 +128,7 @@ class Decoder:
         """
         if self.on_gpu:
             self._landed[draw].synchronize()
-        drawn = self._drawn[draw]
-        if (drawn == _STOPPED).any():
-            raise KernelStopped(
-                "a decode kernel gave up waiting for the other SMs; is another program using this "
-                "GPU? The cache holds what it held before this token"
-            )
-        if (drawn < 0).any():
-            raise RuntimeError(
-                "the logits hold a NaN: the weights or the dtype's range are at fault (try dtype "
-                "bfloat16 or float32)"
-            )
-        return drawn
+        return check_drawn(self._drawn[draw])
 
     def _run(self) -> None:
         tokens = self.state.tokens
@@ -212,6 +201,21 @@ def generate(
 
 class ContextError(ValueError):
     """A prompt is longer than the model's context."""
+
+
+def check_drawn(drawn: np.ndarray) -> np.ndarray:
+    """Return drawn ids, int32 [batch]; raises RuntimeError for what says that there is none."""
+    if (drawn == _STOPPED).any():
+        raise KernelStopped(
+            "a decode kernel gave up waiting for the other SMs; is another program using this "
+            "GPU? The cache holds what it held before this token"
+        )
+    if (drawn < 0).any():
+        raise RuntimeError(
+            "the logits hold a NaN: the weights or the dtype's range are at fault (try dtype "
+            "bfloat16 or float32)"
+        )
+    return drawn
 
 
 def check_ids(op: str, ids: Sequence[int], vocab_size: int) -> np.ndarray:
