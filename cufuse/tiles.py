@@ -232,19 +232,23 @@ class DecodeTile:
 def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
     """Choose the tile of a model's decode step; raises Unsupported where none fits."""
     bulk = target.arch == "twin" or int(target.arch.rstrip("af")) >= 90
-    stage_bytes = 16384 if target.shared_bytes > 160 * 1024 else 8192
     ctas = min(target.sm_count, -(-config.vocab_size // 16))
-    for stages in range(_MOST_STAGES, _FEWEST_STAGES - 1, -1):
-        tile = DecodeTile(ctas, stages, stage_bytes, 3, "bulk" if bulk else "async", 2)
-        if decode_shared_bytes(config, dtype, tile) <= target.shared_bytes:
-            return tile
+    row_bytes = config.head_dim * np.dtype(dtype).itemsize
+    sizes = (16384, 8192) if target.shared_bytes > 160 * 1024 else (8192, 16384)
+    for stage_bytes in sizes:
+        if stage_bytes < 2 * _FEWEST_KEYS * row_bytes:
+            continue
+        for stages in range(_MOST_STAGES, _FEWEST_STAGES - 1, -1):
+            tile = DecodeTile(ctas, stages, stage_bytes, 3, "bulk" if bulk else "async", 4)
+            if decode_shared_bytes(config, dtype, tile) <= target.shared_bytes:
+                return tile
     raise device.Unsupported(
-        f"mega: {config.name} needs {decode_shared_bytes(config, dtype, tile)} bytes of shared "
-        f"memory with a ring of {_FEWEST_STAGES} stages and this GPU has "
-        f"{target.shared_bytes}; use engine unfused"
+        f"mega: {config.name} has vectors or heads too large for the {target.shared_bytes} bytes "
+        "of shared memory of this GPU; use engine unfused"
     )
 
 
+_FEWEST_KEYS = 16  # of a chunk of the cache
 _MOST_STAGES, _FEWEST_STAGES = 12, 5
 
 
@@ -256,44 +260,66 @@ def _packed_tiles(k: int, itemsize: int) -> int:
     return -(-k // (64 // itemsize)) * 2
 
 
-def decode_shared_bytes(c: Config, dtype: Any, tile: DecodeTile) -> int:
-    """Dynamic shared memory, as DecodeShape::kSharedBytes has it."""
+def cache_keys(c: Config, dtype: Any, tile: DecodeTile) -> int:
+    """Keys of a chunk of the cache, a stage with their values, as CacheShape::kKeys has it."""
+    fitting = tile.stage_bytes // 2 // (c.head_dim * np.dtype(dtype).itemsize)
+    return next((keys for keys in (64, 32) if fitting >= keys), _FEWEST_KEYS)
+
+
+def most_splits(c: Config) -> int:
+    """Parts of a cache that attention may cut, as DecodeShape::kMostSplits has it."""
+    return max(128 // c.n_kv_heads, 1)
+
+
+def decode_shared(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
+    """Bytes of what lies in a CTA's dynamic shared memory, in its order."""
     itemsize = np.dtype(dtype).itemsize
     group = c.n_heads // c.n_kv_heads
     row_bytes = c.head_dim * itemsize
-    ring = 128 + tile.stages * (tile.stage_bytes + 128 + 16)
-    widest = max(c.dim, c.q_dim, c.hidden_dim)
-    keys = min(128, 1 << (tile.stage_bytes // row_bytes).bit_length() - 1)
-    merge = 4 * group * (c.head_dim + 8 + keys + 8) * 4
-    x = max(32 * _packed_tiles(widest, itemsize), merge)
-    partials = 4 * _PANEL_WARPS * 16 * 4 + 16
-    rows = _round_up((group + 2) * row_bytes, 16)
-    norms = _round_up((group + 1) * row_bytes, 16) if c.qk_norm == "head" else 0
-    angles = _round_up(c.rotary_dim * 4, 16)
-    stats = (2 * 4 + 1) * 8 * 4
-    roles = 3 * 52
-    return (
-        _round_up(ring, 128)
-        + _round_up(x, 16)
-        + partials
-        + _PANEL_WARPS * 4
-        + rows
-        + norms
-        + angles
-        + stats
-        + roles
-    )
+    launch = 128
+    ring = tile.stages * (tile.stage_bytes + 256 + 16)
+    fragments = 32 * _packed_tiles(max(c.dim, c.q_dim, c.hidden_dim), itemsize)
+    merge = 4 * group * (c.head_dim + 8 + cache_keys(c, dtype, tile) + 8) * 4
+    return {
+        "launch": launch,
+        "ring": _round_up(launch + ring, 128) - launch,
+        "x": _round_up(max(fragments, merge), 16),
+        "partial sums": 4 * _PANEL_WARPS * 16 * 4 + 16,
+        "norm": _PANEL_WARPS * 4,
+        "head rows": _round_up((group + 2) * row_bytes, 16),
+        "head norms": _round_up((group + 1) * row_bytes, 16) if c.qk_norm == "head" else 0,
+        "angles": _round_up(c.rotary_dim * 4, 16),
+        "softmax": (2 * 4 + 1) * 8 * 4,
+        "roles": 3 * 52,
+    }
+
+
+def decode_shared_bytes(c: Config, dtype: Any, tile: DecodeTile) -> int:
+    """Dynamic shared memory, as DecodeShape::kSharedBytes has it."""
+    return sum(decode_shared(c, dtype, tile).values())
+
+
+def decode_regions(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
+    """Words of 8 bytes of what CTAs hand to each other, in the order in which they lie."""
+    per_word = 4 // np.dtype(dtype).itemsize
+
+    def vector(n: int) -> int:
+        return _round_up(-(-n // per_word), 16)
+
+    splits = most_splits(c)
+    return {
+        "x": vector(c.dim),
+        "middle": vector(c.dim),
+        "qkv": vector(c.q_dim + 2 * c.kv_dim),
+        "attention": vector(c.q_dim),
+        "hidden": vector(c.hidden_dim),
+        "parts": splits * vector(c.q_dim),
+        "weights": _round_up(splits * c.n_heads, 16),
+        "best": _round_up(4 * tile.ctas, 16),
+        "appended": c.n_layers * c.n_kv_heads,
+    }
 
 
 def decode_words(c: Config, dtype: Any, tile: DecodeTile) -> int:
     """Words of 8 bytes between CTAs, as DecodeShape::kWords has it."""
-    per_word = 4 // np.dtype(dtype).itemsize
-    vectors = (c.dim, c.dim, c.q_dim + 2 * c.kv_dim, c.q_dim, c.hidden_dim)
-    splits = max(128 // c.n_kv_heads, 1)
-    return (
-        sum(_round_up(-(-n // per_word), 16) for n in vectors)
-        + splits * _round_up(-(-c.q_dim // per_word), 16)
-        + _round_up(splits * c.n_heads * 2, 16)
-        + _round_up(4 * tile.ctas, 16)
-        + c.n_layers * c.n_kv_heads
-    )
+    return sum(decode_regions(c, dtype, tile).values())

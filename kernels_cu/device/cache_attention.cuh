@@ -1,9 +1,10 @@
 // Attention of the query heads of one KV head over a part of its cache that comes through a ring:
-// chunks of kKeys keys and then their values, to the groups of four warps in turn. Every group keeps
-// a softmax of its own over the keys that it sees.
+// chunks of kKeys keys and their values, a stage each, to the groups of four warps in turn. Every
+// group keeps a softmax of its own over the keys that it sees.
 //
-// A chunk lies in its stage as 8 slices of consecutive rows, each 16 bytes further on than it would
-// be: row i of all slices, 8 keys, is then read without bank conflicts whatever the head's size is.
+// The keys of a chunk lie in its stage as 8 slices of consecutive rows, each 16 bytes further on than
+// it would be: row i of all slices, 8 keys, is then read without bank conflicts whatever the head's
+// size is. Behind them the values lie likewise.
 #pragma once
 
 #include "device/attention.cuh"
@@ -20,8 +21,8 @@ struct CacheShape {
   static constexpr int kHeads = kHeads_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
-  static constexpr int kFitting = kStageBytes / kRowBytes;
-  static constexpr int kKeys = kFitting >= 128 ? 128 : kFitting >= 64 ? 64 : kFitting >= 32 ? 32 : 16;
+  static constexpr int kFitting = kStageBytes / 2 / kRowBytes;
+  static constexpr int kKeys = kFitting >= 64 ? 64 : kFitting >= 32 ? 32 : 16;
   static constexpr int kSliceRows = kKeys / kSlices;
   static constexpr int kSliceBytes = kSliceRows * kRowBytes;
   static constexpr int kSlicePitch = kSliceBytes + 16;
@@ -30,7 +31,8 @@ struct CacheShape {
   static constexpr int kLogitBytes = kHeads * kLogitPitch * 4;
   static_assert(kHeadDim % 16 == 0 && kHeadDim <= 256, "a row is whole tiles");
   static_assert(kHeads <= kMostHeads, "a group has at most 8 query heads");
-  static_assert(kSlices * kSlicePitch <= kStageBytes + 128, "a chunk fits a stage");
+  static constexpr int kValuesAt = kSlices * kSlicePitch;
+  static_assert(kFitting >= 16, "a chunk fits a stage");
 };
 
 // What a warp of a group knows: per head the largest logit (times log2 e), the sum of
@@ -47,8 +49,7 @@ struct GroupAttention {
   // One chunk, whose first key is `first`; keys outside [span.first, span.last) are left out.
   //   queries: [kHeads, kHeadDim] in shared memory
   //   logits: kLogitBytes of the group; sync is its barrier
-  //   values: waits for the values' stage
-  template <typename Sync, typename Values>
+  template <typename Sync>
   CUFUSE_DEVICE void add_chunk(const T* queries,
                                const unsigned char* keys,
                                float* logits,
@@ -56,8 +57,7 @@ struct GroupAttention {
                                int first,
                                KeySpan span,
                                float scale,
-                               const Sync& sync,
-                               const Values& values) {
+                               const Sync& sync) {
     const bool whole = first >= span.first && first + Shape::kKeys <= span.last;
     find_logits(queries, keys, logits, quarter, scale);
     sync();
@@ -92,7 +92,7 @@ struct GroupAttention {
       out[n][1] *= rescale;
     }
 
-    const unsigned char* source = values() + lane % 8 * Shape::kSlicePitch +
+    const unsigned char* source = keys + Shape::kValuesAt + lane % 8 * Shape::kSlicePitch +
                                   lane / 8 % 2 * Shape::kRowBytes + lane / 16 * 16 + quarter * 32;
 #pragma unroll 2
     for (int row = 0; row < Shape::kSliceRows; row += 2) {
@@ -192,7 +192,7 @@ struct GroupAttention<float, Shape> {
     for (int h = 0; h < kMine; ++h) max[h] = minus_infinity();
   }
 
-  template <typename Sync, typename Values>
+  template <typename Sync>
   CUFUSE_DEVICE void add_chunk(const float* queries,
                                const unsigned char* keys,
                                float*,
@@ -200,9 +200,8 @@ struct GroupAttention<float, Shape> {
                                int first,
                                KeySpan span,
                                float scale,
-                               const Sync&,
-                               const Values& values) {
-    const unsigned char* stage = values();
+                               const Sync&) {
+    const unsigned char* stage = keys + Shape::kValuesAt;
     const int lane = thread_here() % 32;
 #pragma unroll
     for (int h = 0; h < kMine; ++h) {
@@ -301,6 +300,9 @@ struct PartialHead {
     const float scale = total == 0.0f ? 0.0f : 1.0f / total;
     return make_float2(out.x * scale, out.y * scale);
   }
+
+  // What weighs the result against those of other keys: 2 to this power.
+  CUFUSE_DEVICE float weight() const { return total == 0.0f ? max : max + log2f(total); }
 };
 
 }  // namespace cufuse

@@ -179,13 +179,10 @@ struct Filler : Role<Shape, kFillerRole> {
         const i64 at = (rows + c * Cache::kKeys) * Cache::kRowBytes;
         // Not the rows from this position on: one of them is being written.
         const int count = min(this->position() - c * Cache::kKeys, Cache::kKeys);
-#pragma unroll 1
-        for (int which = 0; which < 2; ++which) {
-          const T* cache = which == 0 ? this->args.k_cache : this->args.v_cache;
-          filler.template fill<kSlices, false>(reinterpret_cast<const unsigned char*>(cache) + at,
-                                               count * Cache::kRowBytes, Cache::kSliceBytes,
-                                               Cache::kSlicePitch, this->watch);
-        }
+        filler.template fill_slices<kSlices>(
+            reinterpret_cast<const unsigned char*>(this->args.k_cache) + at,
+            reinterpret_cast<const unsigned char*>(this->args.v_cache) + at,
+            count * Cache::kRowBytes, Cache::kSliceBytes, Cache::kSlicePitch, this->watch);
       }
     }
     this->tracer.end(kAttending);
@@ -217,9 +214,8 @@ struct Filler : Role<Shape, kFillerRole> {
       const unsigned char* source = base + panel * Panel::kBytes;
 #pragma unroll 1
       for (int block = 0; block < Panel::kBlocks; ++block) {
-        filler.template fill<1, true>(source + block * Panel::kBlockTiles * Packing<T>::kTileBytes,
-                                      Panel::block_bytes(block), Panel::block_bytes(block), 0,
-                                      this->watch);
+        filler.fill(source + block * Panel::kBlockTiles * Packing<T>::kTileBytes,
+                    Panel::block_bytes(block), this->watch);
       }
     }
   }
@@ -542,30 +538,26 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     {
       float* logits = outs + kPanelGroups * Shape::kGroupOuts + group * (Cache::kLogitBytes / 4);
       GroupAttention<T, Cache> attention;
-      auto keys = cursor;
-      for (int i = 0; i < group; ++i) keys.advance(2);
+      auto stage = cursor;
+      stage.advance(group);
 #pragma unroll 1
       for (int i = group; i < count; i += kPanelGroups) {
-        auto values = keys;
-        values.advance(1);
-        attention.add_chunk(
-            rows, Ring::wait(keys, this->watch), logits, quarter, (chunk + i) * Cache::kKeys,
-            split.span, scale, [&] { barrier_sync(kGroupBarrier + group, kGroupWarps * 32); },
-            [&] { return Ring::wait(values, this->watch); });
-        Ring::release(keys);
-        Ring::release(values);
+        attention.add_chunk(rows, Ring::wait(stage, this->watch), logits, quarter,
+                            (chunk + i) * Cache::kKeys, split.span, scale, [&] {
+                              barrier_sync(kGroupBarrier + group, kGroupWarps * 32);
+                            });
+        Ring::release(stage);
         // Nobody writes the next logits while another warp still reads these.
-        barrier_sync(kGroupBarrier + group, kGroupWarps * 32);
-        keys.advance(kPanelGroups);
-        keys.advance(kPanelGroups);
+        if (i + kPanelGroups < count) barrier_sync(kGroupBarrier + group, kGroupWarps * 32);
+        stage.advance(kPanelGroups);
       }
       if (group < count) {
         attention.store(maxima + group * kMostHeads, totals + group * kMostHeads,
                         outs + group * Shape::kGroupOuts, Shape::kMergePitch, quarter);
       }
     }
-    cursor.round ^= 2 * count / Shape::Ring::kStages & 1;
-    cursor.advance(2 * count % Shape::Ring::kStages);
+    cursor.round ^= count / Shape::Ring::kStages & 1;
+    cursor.advance(count % Shape::Ring::kStages);
     this->tracer.end(kAttending);
 
     this->tracer.begin(kMerging);
@@ -671,10 +663,10 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     if (is_result) {
 #pragma unroll 1
       for (int other = 1; other < splits; ++other) {
-        const u64* its_stats = stats_of(other, query);
+        const u64* its_weight = weight_of(other, query);
         const u64* its_values = part_of(other) + (query * kHeadDim + column) / kPerWord<T>;
         float2 values;
-        const ulonglong2 seen_stats = look_pair(its_stats);
+        const u64 seen = look(its_weight);
         if constexpr (kPerWord<T> == 2) {
           const u32 word = settle(look(its_values), its_values, tag, this->watch);
           values = make_float2(value_in<T>(word, 0), value_in<T>(word, 1));
@@ -682,13 +674,10 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
           const uint2 words = settle(look_pair(its_values), its_values, tag, this->watch);
           values = make_float2(value_in<T>(words.x, 0), value_in<T>(words.y, 0));
         }
-        const uint2 stats = settle(seen_stats, its_stats, tag, this->watch);
-        const float total = __uint_as_float(stats.y);
-        partial.add(__uint_as_float(stats.x), total, make_float2(values.x * total, values.y * total));
+        partial.add(__uint_as_float(settle(seen, its_weight, tag, this->watch)), 1.0f, values);
       }
     } else if (column == 0) {
-      publish(stats_of(part, query), __float_as_uint(partial.max), __float_as_uint(partial.total),
-              tag);
+      publish(weight_of(part, query), __float_as_uint(partial.weight()), tag);
     }
     const float2 result = partial.result();
     const T x = from_float<T>(result.x), y = from_float<T>(result.y);
@@ -704,8 +693,8 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   CUFUSE_DEVICE u64* part_of(int split) const {
     return this->words(Shape::kParts) + split * Shape::words(Shape::kQDim);
   }
-  CUFUSE_DEVICE u64* stats_of(int split, int query) const {
-    return this->words(Shape::kStats) + (split * Shape::kHeads + query) * 2;
+  CUFUSE_DEVICE u64* weight_of(int split, int query) const {
+    return this->words(Shape::kWeights) + split * Shape::kHeads + query;
   }
 
   // What attention hands on, of a few splits, to shared memory as fragments.
@@ -718,28 +707,28 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 #pragma unroll 1
     for (int pair = thread; pair < kPairs; pair += kThreads, place += 2 * kThreads) {
       const int query = pair * 2 * kPerWord<T> / kHeadDim;
-      ulonglong2 seen[kMost], seen_stats[kMost];
+      ulonglong2 seen[kMost];
+      u64 seen_weights[kMost];
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
         const int split = min(i, splits - 1);
-        seen_stats[i] = look_pair(stats_of(split, query));
+        seen_weights[i] = look(weight_of(split, query));
         seen[i] = look_pair(part_of(split) + 2 * pair);
       }
-      float max[kMost], total[kMost], top = minus_infinity();
+      float weights[kMost], top = minus_infinity();
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
         const int split = min(i, splits - 1);
-        const uint2 stats = settle(seen_stats[i], stats_of(split, query), tag, this->watch);
-        max[i] = __uint_as_float(stats.x);
-        total[i] = i < splits ? __uint_as_float(stats.y) : 0.0f;
-        top = fmaxf(top, max[i]);
+        weights[i] = __uint_as_float(
+            settle(seen_weights[i], weight_of(split, query), tag, this->watch));
+        top = fmaxf(top, weights[i]);
       }
       float sum = 0.0f, values[2 * kPerWord<T>] = {};
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
-        const int split = min(i, splits - 1);
-        const uint2 words = settle(seen[i], part_of(split) + 2 * pair, tag, this->watch);
-        const float weight = total[i] * exp2f(max[i] - softmax_shift(top));
+        if (i >= splits) break;
+        const uint2 words = settle(seen[i], part_of(i) + 2 * pair, tag, this->watch);
+        const float weight = exp2f(weights[i] - softmax_shift(top));
         sum += weight;
 #pragma unroll
         for (int j = 0; j < kPerWord<T>; ++j) {

@@ -111,7 +111,7 @@ struct DecodeShape {
   static constexpr int kSplitChunks = kSplitChunks_;
   static constexpr int kMostSplits = kKvHeads >= 128 ? 1 : 128 / kKvHeads;
   // So many splits are merged by everybody who reads them; of more the first split makes one.
-  static constexpr int kReadSplits = 4;
+  static constexpr int kReadSplits = 6;
 
   // Phases: panels of each product.
   static constexpr int kQkvPanels = (kQkvDim + 15) / 16;
@@ -128,8 +128,8 @@ struct DecodeShape {
   static constexpr int kAttention = kQkv + words(kQkvDim);  // [q_dim]
   static constexpr int kHiddenWords = kAttention + words(kQDim);   // [hidden]
   static constexpr int kParts = kHiddenWords + words(kHidden);  // [splits][q_dim]
-  static constexpr int kStats = kParts + kMostSplits * words(kQDim);  // [splits, heads, 2] float32
-  static constexpr int kBest = kStats + round_up(kMostSplits * kHeads * 2, 16);  // [2, ctas, 2]
+  static constexpr int kWeights = kParts + kMostSplits * words(kQDim);  // [splits, heads] float32
+  static constexpr int kBest = kWeights + round_up(kMostSplits * kHeads, 16);  // [2, ctas, 2]
   static constexpr int kAppended = kBest + round_up(2 * kCtas * 2, 16);  // [layers, kv_heads]
   static constexpr int kWords = kAppended + kLayers * kKvHeads;
 

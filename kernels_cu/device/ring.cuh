@@ -18,7 +18,7 @@ template <int kStages_, int kStageBytes_, int kWindow_, Copies kCopies_>
 struct RingShape {
   static constexpr int kStages = kStages_;
   static constexpr int kStageBytes = kStageBytes_;
-  static constexpr int kPitch = kStageBytes + 128;  // a part of the cache has gaps between slices
+  static constexpr int kPitch = kStageBytes + 256;  // a part of the cache has gaps between slices
   static constexpr int kWindow = kWindow_;
   static constexpr Copies kCopies = kCopies_;
   static constexpr int kBytes = kStages * (kPitch + 16);
@@ -101,51 +101,46 @@ struct RingFiller {
 #endif
   }
 
-  // size_bytes from `source` on in up to kSlices runs of slice_bytes, placed slice_pitch apart. What
-  // is read once in a launch leaves L2 first.
-  template <int kSlices, bool kReadOnce>
-  CUFUSE_DEVICE void fill(const unsigned char* source,
-                          int size_bytes,
-                          int slice_bytes,
-                          int slice_pitch,
-                          Watch& watch) {
-    const int lane = thread_here() % 32;
-    wait_for(Ring::empty(next.stage), next.round ^ 1, watch, kWaitsForRoom);
-    if (in_flight == Shape::kWindow) {
-      wait_for(Ring::full(landing.stage), landing.round, watch, kWaitsForWeights);
-      landing.template advance<1>();
-      --in_flight;
-    }
-    if (watch.expired) return;  // nobody reads it any more
-    unsigned char* stage = Ring::at(next);
-    u64* full = Ring::full(next.stage);
-#if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
+  // size_bytes that are read once in a launch, and so leave L2 first.
+  CUFUSE_DEVICE void fill(const unsigned char* source, int size_bytes, Watch& watch) {
+    if (!begin_stage(watch)) return;
     if constexpr (Shape::kCopies == Copies::bulk) {
-      if (lane == 0) mbarrier_arrive_expect_tx(full, size_bytes);
-      __syncwarp();
+      announce(size_bytes);
+      if (thread_here() % 32 == 0) copy_one(0, source, size_bytes, true);
+    } else {
+      copy_by_warp(0, source, size_bytes);
+    }
+    end_stage();
+  }
+
+  // size_bytes of each of two sources, in runs of slice_bytes that lie slice_pitch apart, the second
+  // source's kSlices slices behind the first one's.
+  template <int kSlices>
+  CUFUSE_DEVICE void fill_slices(const unsigned char* first,
+                                 const unsigned char* second,
+                                 int size_bytes,
+                                 int slice_bytes,
+                                 int slice_pitch,
+                                 Watch& watch) {
+    if (!begin_stage(watch)) return;
+    if constexpr (Shape::kCopies == Copies::bulk) {
       // A lane for each slice.
-      const int bytes = min(size_bytes - lane * slice_bytes, slice_bytes);
-      if (lane < kSlices && bytes > 0) {
-        if constexpr (kReadOnce) {
-          copy_bulk(stage, source, bytes, full, policy);
-        } else {
-          copy_bulk(stage + lane * slice_pitch, source + lane * slice_bytes, bytes, full);
-        }
+      const int lane = thread_here() % 32, slice = lane % kSlices;
+      const int bytes = min(size_bytes - slice * slice_bytes, slice_bytes);
+      const bool mine = lane < 2 * kSlices && bytes > 0;
+      announce(2 * size_bytes);
+      if (mine) {
+        copy_one(lane * slice_pitch, (lane < kSlices ? first : second) + slice * slice_bytes, bytes,
+                 false);
       }
-      __syncwarp();
-    }
-#endif
-    if constexpr (Shape::kCopies == Copies::async) {
-      for (int i = 0; i < kSlices; ++i) {
-        const int bytes = min(size_bytes - i * slice_bytes, slice_bytes);
-        for (int at = lane * 16; at < bytes; at += 32 * 16) {
-          copy_async(stage + i * slice_pitch + at, source + i * slice_bytes + at, 16);
-        }
+    } else {
+      for (int slice = 0; slice < 2 * kSlices; ++slice) {
+        const int at = slice % kSlices * slice_bytes;
+        copy_by_warp(slice * slice_pitch, (slice < kSlices ? first : second) + at,
+                     min(size_bytes - at, slice_bytes));
       }
-      copy_async_arrive(full);
     }
-    next.template advance<1>();
-    ++in_flight;
+    end_stage();
   }
 
   // Nothing may land in shared memory after the CTA has ended.
@@ -157,6 +152,46 @@ struct RingFiller {
       landing.template advance<1>();
     }
     if constexpr (Shape::kCopies == Copies::async) copy_async_wait<0>();
+  }
+
+ private:
+  // Wait until the next stage is free and few enough are on their way; false when that is in vain.
+  CUFUSE_DEVICE bool begin_stage(Watch& watch) {
+    wait_for(Ring::empty(next.stage), next.round ^ 1, watch, kWaitsForRoom);
+    if (in_flight == Shape::kWindow) {
+      wait_for(Ring::full(landing.stage), landing.round, watch, kWaitsForWeights);
+      landing.template advance<1>();
+      --in_flight;
+    }
+    return !watch.expired;  // or nobody reads it any more
+  }
+
+  CUFUSE_DEVICE void end_stage() {
+    if constexpr (Shape::kCopies == Copies::async) copy_async_arrive(Ring::full(next.stage));
+    next.template advance<1>();
+    ++in_flight;
+  }
+
+  // By all lanes, before any of them copies.
+  CUFUSE_DEVICE void announce(int size_bytes) {
+#if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
+    if (thread_here() % 32 == 0) mbarrier_arrive_expect_tx(Ring::full(next.stage), size_bytes);
+    __syncwarp();
+#endif
+  }
+  CUFUSE_DEVICE void copy_one(int at, const unsigned char* source, int size_bytes, bool read_once) {
+#if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
+    if (read_once) {
+      copy_bulk(Ring::at(next) + at, source, size_bytes, Ring::full(next.stage), policy);
+    } else {
+      copy_bulk(Ring::at(next) + at, source, size_bytes, Ring::full(next.stage));
+    }
+#endif
+  }
+  CUFUSE_DEVICE void copy_by_warp(int at, const unsigned char* source, int size_bytes) {
+    for (int i = thread_here() % 32 * 16; i < size_bytes; i += 32 * 16) {
+      copy_async(Ring::at(next) + at + i, source + i, 16);
+    }
   }
 };
 
