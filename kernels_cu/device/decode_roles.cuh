@@ -661,20 +661,25 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       int query, int column, int part, int splits, u32 tag, PartialHead partial) {
     const bool is_result = part == 0 && (splits == 1 || splits > Shape::kReadSplits);
     if (is_result) {
+      constexpr int kAhead = 4;
 #pragma unroll 1
-      for (int other = 1; other < splits; ++other) {
-        const u64* its_weight = weight_of(other, query);
-        const u64* its_values = part_of(other) + (query * kHeadDim + column) / kPerWord<T>;
-        float2 values;
-        const u64 seen = look(its_weight);
-        if constexpr (kPerWord<T> == 2) {
-          const u32 word = settle(look(its_values), its_values, tag, this->watch);
-          values = make_float2(value_in<T>(word, 0), value_in<T>(word, 1));
-        } else {
-          const uint2 words = settle(look_pair(its_values), its_values, tag, this->watch);
-          values = make_float2(value_in<T>(words.x, 0), value_in<T>(words.y, 0));
+      for (int first = 1; first < splits; first += kAhead) {
+        u64 seen_weights[kAhead];
+        ulonglong2 seen[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int other = min(first + i, splits - 1);
+          seen_weights[i] = look(weight_of(other, query));
+          seen[i] = look_values(other, query, column);
         }
-        partial.add(__uint_as_float(settle(seen, its_weight, tag, this->watch)), 1.0f, values);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int other = first + i;
+          if (other >= splits) break;
+          const u32 weight = settle(seen_weights[i], weight_of(other, query), tag, this->watch);
+          partial.add(__uint_as_float(weight), 1.0f,
+                      settle_values(seen[i], other, query, column, tag));
+        }
       }
     } else if (column == 0) {
       publish(weight_of(part, query), __float_as_uint(partial.weight()), tag);
@@ -695,6 +700,24 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   }
   CUFUSE_DEVICE u64* weight_of(int split, int query) const {
     return this->words(Shape::kWeights) + split * Shape::kHeads + query;
+  }
+
+  // Two neighbouring values of another split: one word, or two.
+  CUFUSE_DEVICE ulonglong2 look_values(int split, int query, int column) const {
+    const u64* words = part_of(split) + (query * kHeadDim + column) / kPerWord<T>;
+    if constexpr (kPerWord<T> == 1) return look_pair(words);
+    return make_ulonglong2(look(words), 0);
+  }
+  CUFUSE_DEVICE float2
+  settle_values(ulonglong2 seen, int split, int query, int column, u32 tag) {
+    const u64* words = part_of(split) + (query * kHeadDim + column) / kPerWord<T>;
+    if constexpr (kPerWord<T> == 1) {
+      const uint2 both = settle(seen, words, tag, this->watch);
+      return make_float2(value_in<T>(both.x, 0), value_in<T>(both.y, 0));
+    } else {
+      const u32 word = settle(seen.x, words, tag, this->watch);
+      return make_float2(value_in<T>(word, 0), value_in<T>(word, 1));
+    }
   }
 
   // What attention hands on, of a few splits, to shared memory as fragments.

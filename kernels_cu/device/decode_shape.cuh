@@ -111,7 +111,7 @@ struct DecodeShape {
   static constexpr int kSplitChunks = kSplitChunks_;
   static constexpr int kMostSplits = kKvHeads >= 128 ? 1 : 128 / kKvHeads;
   // So many splits are merged by everybody who reads them; of more the first split makes one.
-  static constexpr int kReadSplits = 6;
+  static constexpr int kReadSplits = 2;
 
   // Phases: panels of each product.
   static constexpr int kQkvPanels = (kQkvDim + 15) / 16;
