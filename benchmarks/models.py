@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -22,14 +22,16 @@ def run(
     tests: Sequence[Test],
     repetitions: int,
     checked: bool,
+    skipped: Callable[[str], None],
 ) -> Iterator[Row]:
-    """Verify and time a model's engines; yields a row for each test and engine.
+    """Verify and time a model's engines; yields a row for each test and engine that can run it.
 
     name: a preset (random weights), or a model to load
     where: "cuda", or "cpu" to time the reference and count what the kernels would launch and move,
         or "cpu-kernels" to verify them on the CPU twin too
     chosen: the engines
     tests: an encoder cannot decode and reads prompts only, one of ENCODER_TOKENS if there is none
+    skipped: told why an engine cannot run it, once for each test
     """
     subject = Subject(name, "cuda" if where == "cuda" else "cpu", dtype)
     if not subject.config.has_head:
@@ -40,7 +42,10 @@ def run(
     for test in tests:
         oracle = test.oracle(subject) if compared else None
         for engine in chosen:
-            if engine == "reference":
+            problem = subject.problem(engine, test.batch)
+            if problem:
+                skipped(problem)
+            elif engine == "reference":
                 yield test.in_numpy(subject, repetitions=repetitions, oracle=oracle)
             elif where == "cuda":
                 yield test.on_gpu(subject, engine, repetitions=repetitions, oracle=oracle)

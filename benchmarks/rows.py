@@ -22,7 +22,7 @@ class Row:
     """What was run and what came out. What does not apply or was not measured is None."""
 
     test: str  # "op", or as llama-bench writes it: "tg128 @ d512", "pp512"
-    engine: str  # "reference", "unfused" or "fused"
+    engine: str  # "reference", "unfused", "fused" or "mega"
     dtype: str
     op: str | None = None
     sizes: str | None = None  # of the op: "m x n x k" in numbers

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cufuse import config as configs
-from cufuse import device, engines, model
+from cufuse import device, engines, model, reference
 from cufuse import weights as weights_module
 from cufuse.benchmarks import verify
 from cufuse.benchmarks.rows import Row
@@ -83,6 +83,17 @@ class Subject:
             for name, shape in weights_module.shapes(self.config).items()
         }
         return weights_module.assemble(self.config, arrays)
+
+    def problem(self, engine: str, batch: int) -> str | None:
+        """Say why an engine cannot run the model with such a batch, or return None."""
+        if not hasattr(engines.get(engine), "check"):
+            return None
+        weights = self.on_gpu if self._where == "cuda" else self.empty()
+        try:
+            engines.check(engine, weights, batch=batch)
+        except device.Unsupported as error:
+            return str(error)
+        return None
 
     def row(self, engine: str, test: Test, time: Timing | None = None, **values: Any) -> Row:
         """Start the row of one engine; with a time, tokens a second follow from it."""
@@ -181,17 +192,18 @@ class Oracle:
         # where they are used: a mixture's experts never lie in memory in float64.
         exact = dataclasses.replace(cut, layers=[]).map(lambda a: a.astype(np.float64))
         exact.layers = cut.layers
-        self._wanted = self._run(engines.get("reference").step, exact, self._ids, np.asarray)
+        self._wanted = self._run("reference", exact, self._ids, np.asarray)
 
     def error(self, engine: str, upload: Callable[[np.ndarray], Array], name: str) -> float:
         """Run an engine on the same layers; returns its error or raises VerificationError."""
         repeated = np.arange(self._batch) % self._distinct
-        step = engines.get(engine).step
-        outputs = self._run(step, self._cut.map(upload), self._ids[repeated], upload)
+        outputs = self._run(engine, self._cut.map(upload), self._ids[repeated], upload)
         errors: dict[bool, list[np.ndarray]] = {}  # hidden states and logits are judged apart
         for piece, got, wanted in zip(self._pieces, outputs, self._wanted, strict=True):
-            rows = verify.row_errors(got, wanted[repeated])
-            errors.setdefault(piece.every_position, []).append(rows)
+            hidden = piece.every_position and not _has_head_inside(engine)
+            if piece.every_position and not hidden:
+                wanted = self._head(wanted[:, _some_of(piece)])
+            errors.setdefault(hidden, []).append(verify.row_errors(got, wanted[repeated]))
         mixture = self._cut.config.n_experts > 0
         error = max(
             verify.model_error(np.concatenate(rows), mixture=mixture) for rows in errors.values()
@@ -201,12 +213,16 @@ class Oracle:
 
     def _run(
         self,
-        step: engines.Step,
+        engine: str,
         weights: Weights,
         tokens: np.ndarray,
         upload: Callable[[np.ndarray], Array],
     ) -> list[np.ndarray]:
-        """Return what each piece makes: [batch, vocab_size] or [batch, length, dim]."""
+        """Return what each piece makes: [batch, vocab_size] or [batch, length, dim].
+
+        Where an engine has no hidden states to show, [batch, positions, vocab_size] of some.
+        """
+        step = engines.get(engine).step
         headless = dataclasses.replace(
             weights, config=dataclasses.replace(weights.config, has_head=False)
         )
@@ -214,7 +230,30 @@ class Oracle:
         made = []
         for piece in self._pieces:
             part = tokens[:, state.length : state.length + piece.length]
-            chosen = headless if piece.every_position else weights
-            got = step(chosen, state, upload(np.ascontiguousarray(part)))
+            part = upload(np.ascontiguousarray(part))
+            if not piece.every_position:
+                got = step(weights, state, part)
+            elif _has_head_inside(engine):
+                got = step(weights, state, part, all_logits=True)[:, _some_of(piece)]
+            else:
+                got = step(headless, state, part)
             made.append(np.array(verify.to_numpy(got)))
         return made
+
+    def _head(self, hidden: np.ndarray) -> np.ndarray:
+        """Return the logits of float64 hidden states."""
+        c = self._cut.config
+        x, _ = reference.rmsnorm(
+            hidden, self._cut.final_norm, eps=c.norm_eps, rounding=c.norm_rounding
+        )
+        return reference.linear(x, self._cut.head)
+
+
+def _has_head_inside(engine: str) -> bool:
+    """Whether a step of the engine is one kernel, head and all, that shows no hidden states."""
+    return engine == "mega"
+
+
+def _some_of(piece: Piece) -> np.ndarray:
+    """Choose the positions of a piece whose logits are compared."""
+    return verify.sample(piece.length, 16, np.random.default_rng(0))

@@ -11,7 +11,7 @@ from cufuse import jit
 from cufuse.benchmarks.verify import VerificationError
 from cufuse.config import UnknownModel
 from cufuse.device import Unsupported
-from cufuse.generate import ContextError
+from cufuse.generate import ContextError, KernelStopped
 from cufuse.hub import PullError
 
 RUN_FAILED, USAGE, WRONG_RESULT, NOT_AVAILABLE = 1, 2, 3, 4
@@ -24,6 +24,7 @@ _CODES: tuple[tuple[type[Exception], int], ...] = (
     (FileNotFoundError, NOT_AVAILABLE),
     (jit.CompileError, RUN_FAILED),
     (jit.KernelFault, RUN_FAILED),
+    (KernelStopped, RUN_FAILED),
     (PullError, RUN_FAILED),
     (ValueError, RUN_FAILED),
     (TypeError, RUN_FAILED),

@@ -156,7 +156,9 @@ def bench(
     Its tests are named as in llama-bench: tg128 @ d512 decodes 128 tokens behind 512 in the cache,
     pp512 processes a prompt of 512. Every result is checked against float64 before it is timed; a
     wrong one exits with 3. Without a GPU launches and bytes are counted and the NumPy reference is
-    timed; with --device cpu-kernels the kernels are checked as well.
+    timed; with --device cpu-kernels the kernels are checked as well. What mega cannot run is left
+    out with a line on stderr: it takes dense decoders, one sequence, and memory for a second,
+    packed copy of the weights.
     """
     where = resolve_device(device_name)
     chosen = tuple(engine_names) or ENGINES
@@ -178,6 +180,12 @@ def bench(
         _check_plot(plot)
     _announce(where)
     common: dict[str, Any] = {"repetitions": repetitions, "checked": not no_verify}
+    skipped: list[str] = []
+
+    def skip(why: str) -> None:
+        if why not in skipped:
+            skipped.append(why)
+            click.echo(f"{why}; left out", err=True)
 
     def rows() -> Iterator[Row]:
         for one in ops:
@@ -190,7 +198,13 @@ def bench(
         for model in model_names or (_GPU_MODELS if on_gpu else _CPU_MODELS):
             for dtype in kinds:
                 yield from models.run(
-                    model, where=where, dtype=dtype, chosen=chosen, tests=tests, **common
+                    model,
+                    where=where,
+                    dtype=dtype,
+                    chosen=chosen,
+                    tests=tests,
+                    skipped=skip,
+                    **common,
                 )
 
     made: list[Row] = []
@@ -211,6 +225,8 @@ def bench(
             writer.close()
         if keep and made:
             click.echo(f"rows appended to {file}", err=True)
+    if not made and skipped:
+        raise Failure(f"nothing to measure: {skipped[-1]}", NOT_AVAILABLE)
     if not made:
         raise Failure(f"nothing to measure with engine {', '.join(chosen)} on {where}", USAGE)
     if plot:

@@ -13,6 +13,7 @@ import numpy as np
 import cufuse
 from cufuse.cli._errors import NOT_AVAILABLE, Failure
 from cufuse.cli._options import device_option, dtype_type, engine_choice, resolve_device
+from cufuse.engines import PREFILLS, functions
 from cufuse.generate import Sampling
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ Examples:
   cufuse generate --model smollm2-135m "What is the capital of France?"
   echo "Once upon a time" | cufuse generate --model model.gguf --raw --temperature 0.8
   cufuse generate --model tiny --ids 1,2,3
+  cufuse generate --model llama-3.2-1b --engine mega --ids 1,2,3
   cufuse generate --model tiny --ids 1,2,3 -n 2 --device cpu-kernels
 """
 )
@@ -42,7 +44,23 @@ Examples:
     "-e",
     "--engine",
     type=engine_choice,
-    help="How a step is run.  [default: fused; on the CPU reference]",
+    help="How a step is run; mega packs a second copy of the weights.  [default: fused; on the CPU "
+    "reference]",
+)
+@click.option(
+    "--prefill",
+    type=click.Choice(PREFILLS),
+    default="rows",
+    show_default=True,
+    help="How the prompt is read: many rows at once, or (mega) token after token in one launch, "
+    "with the bits of the tokens that follow; rows is faster.",
+)
+@click.option(
+    "--tokens-per-launch",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Tokens that a launch of mega makes; they are printed so many at a time.",
 )
 @device_option
 @click.option("--dtype", type=dtype_type, help="[default: bfloat16; on the CPU float32]")
@@ -97,6 +115,8 @@ def generate(
     prompt: str | None,
     name: str,
     engine: str | None,
+    prefill: str,
+    tokens_per_launch: int,
     device_name: str,
     dtype: np.dtype | None,
     max_new_tokens: int,
@@ -114,8 +134,11 @@ def generate(
     Without PROMPT, or with -, the prompt is read from standard input.
     """
     where = resolve_device(device_name)
+    engine = engine or ("reference" if where == "cpu" else "fused")
+    sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     try:
-        Sampling(temperature, top_k, top_p, min_p, seed).check()
+        sampling.check()
+        functions(engine, sampling, prefill=prefill, tokens_per_launch=tokens_per_launch)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     text = _prompt(prompt)
@@ -125,13 +148,15 @@ def generate(
     ids = _ids(model, text, chat, as_ids)
     tokens = model.generate(
         ids,
-        engine=engine or ("reference" if where == "cpu" else "fused"),
+        engine=engine,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
         seed=seed,
+        prefill=prefill,
+        tokens_per_launch=tokens_per_launch,
     )
     times = [time.perf_counter()]
     stream = None if as_ids or model.tokenizer is None else model.tokenizer.stream()

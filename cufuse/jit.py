@@ -13,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import io
+import math
 import os
 import re
 import shutil
@@ -262,6 +263,8 @@ class Kernel:
         function = _gpu_function(self, gpu, cooperative)
         if shared_bytes:
             _allow_shared(self, gpu, cooperative, shared_bytes)
+        if cooperative and cluster == 1:
+            _check_resident(self, gpu, grid, block, shared_bytes)
         on = device.as_stream(stream)
         verbose = debug_level() >= 2 and not on.is_capturing()
         if verbose:
@@ -434,6 +437,28 @@ def _allow_shared(made: Kernel, gpu: int, cooperative: bool, shared_bytes: int) 
         )
     if needed > 48 * 1024:
         driver.funcSetAttribute(pointer, 8, shared_bytes)  # MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+def _check_resident(
+    made: Kernel, gpu: int, grid: tuple[int, ...], block: int, shared_bytes: int
+) -> None:
+    """Raise Unsupported for a grid whose CTAs cannot all run at once: CuPy would shrink it."""
+    most = _resident(made, gpu, block, shared_bytes)
+    if math.prod(grid) > most:
+        raise device.Unsupported(
+            f"{made.name}: a grid of {math.prod(grid)} CTAs that wait for each other, with {block} "
+            f"threads and {shared_bytes} bytes of shared memory each, and only {most} fit on this "
+            "GPU at once"
+        )
+
+
+@functools.cache
+def _resident(made: Kernel, gpu: int, block: int, shared_bytes: int) -> int:
+    """CTAs of a cooperative launch that the GPU holds at once."""
+    pointer = _gpu_function(made, gpu, True).ptr
+    driver = device.require_cupy().cuda.driver
+    per_sm = driver.occupancyMaxActiveBlocksPerMultiprocessor(pointer, block, shared_bytes)
+    return per_sm * device.gpu_info(gpu).sm_count
 
 
 # ---- without a GPU ------------------------------------------------------------------------------

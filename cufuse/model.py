@@ -60,32 +60,42 @@ class Model:
         seed: int = 0,
         stop_ids: Collection[int] | None = None,
         graph: bool = True,
+        prefill: str = "rows",
+        tokens_per_launch: int = 1,
     ) -> Iterator[int]:
         """Yield the ids that follow a prompt, one by one.
 
         ids: the prompt's ids, [n]
-        engine: "reference", "unfused" or "fused"
+        engine: "reference", "unfused", "fused" or "mega", which takes twice the memory: it packs a
+            second copy of the weights
         temperature: 0 takes the likeliest; top_k, top_p and min_p as in `ops.sample`
         stop_ids: generation ends behind one of them; the tokenizer's when left out
         graph: replay a CUDA graph of the step (GPU only)
+        prefill: how mega reads the prompt: "rows", through the kernels of fused, which is faster,
+            or "chunked", token after token in its own, so that ids do not depend on where a prompt
+            ends and generation begins
+        tokens_per_launch: how many tokens a launch of mega makes; ids then come so many at a time
 
         Returns an iterator of at most max_new_tokens ids, fewer at the end of the context. The same
-        seed gives the same ids. Raises ValueError for ids, engine or sampling out of range, before
-        anything is launched.
+        seed gives the same ids. Raises ValueError for ids, engine or sampling out of range and
+        Unsupported for what the engine cannot run, before anything is launched.
         """
         if stop_ids is None:
             stop_ids = self.tokenizer.eos_ids if self.tokenizer else ()
-        step = engines.get(self._engine(engine)).step
         sampling = loop.Sampling(temperature, top_k, top_p, min_p, seed)
         sampling.check()
+        functions = engines.functions(
+            self._engine(engine), sampling, prefill=prefill, tokens_per_launch=tokens_per_launch
+        )
         return loop.generate(
-            step,
-            self.weights,
-            ids,
+            weights=self.weights,
+            ids=ids,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             stop_ids=stop_ids,
             graph=graph,
+            tokens_per_launch=tokens_per_launch,
+            **functions,
         )
 
     def forward(self, ids: Sequence[int], *, engine: str = "fused") -> Array:
@@ -94,7 +104,8 @@ class Model:
         ids: [n]
 
         Returns [n, vocab_size] (for an encoder the hidden states, [n, dim]) in the model's dtype, a
-        CuPy array on "cuda" and else a NumPy array. Raises ValueError as `generate`.
+        CuPy array on "cuda" and else a NumPy array. Raises ValueError as `generate`, and
+        KernelStopped.
         """
         c = self.config
         prompt = loop.check_ids("forward", ids, c.vocab_size)
@@ -106,7 +117,9 @@ class Model:
         state = self.state(len(prompt))
         step = engines.get(self._engine(engine)).step
         with devices.on_device_of(state.tokens):
-            return step(self.weights, state, state.upload(prompt[None]), all_logits=True)[0]
+            logits = step(self.weights, state, state.upload(prompt[None]), all_logits=True)[0]
+            state.check_fault()
+        return logits
 
     def state(self, capacity: int, *, batch: int = 1) -> State:
         """Make an empty KV cache of `capacity` tokens for `batch` sequences."""
@@ -114,6 +127,7 @@ class Model:
 
     def _engine(self, name: str) -> str:
         engines.get(name)
+        engines.check(name, self.weights)
         if name == "reference" and self.device != "cpu":
             raise devices.Unsupported(
                 f"the reference engine runs on the CPU and the model is on {self.device}; load it "

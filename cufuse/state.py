@@ -12,6 +12,19 @@ from cufuse.device import Array
 from cufuse.weights import Weights
 
 _PADDING = 128
+_CONTROL_WORDS = 32  # of device/decode_shape.cuh
+_FAULT = 1  # which of them
+# What a kernel can have waited for: Place of device/exchange.cuh.
+_PLACES = {
+    1: "weights from memory",
+    2: "room in its ring",
+    3: "the words of another SM",
+    4: "the sums of its warps",
+}
+
+
+class KernelStopped(RuntimeError):
+    """A decode kernel gave up waiting; the cache is as it was, and the next step may be right."""
 
 
 class State:
@@ -19,10 +32,13 @@ class State:
 
     Everything a kernel reads lives on the weights' device at addresses that stay, so that a
     captured step can be replayed: how many tokens the cache holds is `start`, an int32 [batch]
-    array there.
+    array there. A launch draws up to `tokens_per_launch` tokens into `ids`; the last of them are
+    `tokens`, which the next step takes.
     """
 
-    def __init__(self, weights: Weights, *, batch: int = 1, capacity: int) -> None:
+    def __init__(
+        self, weights: Weights, *, batch: int = 1, capacity: int, tokens_per_launch: int = 1
+    ) -> None:
         c = weights.config
         if not 1 <= capacity <= c.max_seq_len:
             raise ValueError(
@@ -31,8 +47,11 @@ class State:
             )
         if batch < 1:
             raise ValueError(f"state: batch is {batch}, wanted at least 1")
+        if tokens_per_launch < 1:
+            raise ValueError(f"state: tokens_per_launch is {tokens_per_launch}, wanted at least 1")
         self.config = c
         self.batch = batch
+        self.tokens_per_launch = tokens_per_launch
         self.capacity = capacity
         self.length = 0  # tokens in the cache: what `start` holds, known to the host
         self.like = weights.embedding
@@ -44,7 +63,12 @@ class State:
         self.k_cache = list(self.all_keys)  # of each layer
         self.v_cache = list(self.all_values)
         self.start = device.zeros((batch,), np.int32, self.like)
-        self.tokens = device.zeros((batch, 1), np.int32, self.like)
+        # What a launch draws and whether it gave up, together: one copy brings both to the host.
+        size = (-(-batch * tokens_per_launch // _CONTROL_WORDS) + 1) * _CONTROL_WORDS
+        self.drawn = device.zeros((size,), np.int32, self.like)
+        self.ids = self.ids_in(self.drawn)  # [tokens_per_launch, batch]
+        self.tokens = self.ids[-1].reshape(batch, 1)
+        self.control = self.drawn[-_CONTROL_WORDS:].view(np.uint32)
         self.cos: Array = None  # [capacity, rotary_dim / 2] float32
         self.sin: Array = None
         if c.rope_theta:
@@ -101,6 +125,45 @@ class State:
         if name not in self._zeroed:
             self._zeroed[name] = device.zeros(shape, dtype, self.like)
         return self._zeroed[name]
+
+    def ids_in(self, drawn: Array) -> Array:
+        """Return the ids in `drawn`, or in a copy of it: [tokens_per_launch, batch]."""
+        return drawn[: self.tokens_per_launch * self.batch].reshape(-1, self.batch)
+
+    def stopped(self, drawn: np.ndarray) -> KernelStopped | None:
+        """Tell from a copy of `drawn` why the kernel gave up; None if it did not."""
+        fault = int(drawn[_FAULT - _CONTROL_WORDS])
+        if not fault:
+            return None
+        return KernelStopped(
+            f"a decode kernel gave up waiting for {_PLACES.get(fault, 'something')}; is another "
+            "program using this GPU? The cache holds what it held before that launch"
+        )
+
+    def check_fault(self) -> None:
+        """Raise KernelStopped when a kernel gave up waiting, and forget it. Waits for the GPU.
+
+        The cache then counts the tokens that it held before the launch that gave up.
+        """
+        stopped = self.stopped(self.drawn.get() if device.is_gpu(self.drawn) else self.drawn)
+        if stopped is not None:
+            self.restart(int(self.start[0]))
+            raise stopped
+
+    def restart(self, length: int) -> None:
+        """Go back to `length` tokens and forget that a kernel gave up.
+
+        Nothing of the state may be in use any more.
+        """
+        self.length = length
+        fault = self.control[_FAULT : _FAULT + 1]
+        start = np.full(self.batch, length, np.int32)
+        if device.is_gpu(self.start):
+            fault.data.memset(0, fault.nbytes)
+            self.start.set(start)
+        else:
+            fault[...] = 0
+            self.start[...] = start
 
     def check_room(self, n: int) -> None:
         """Raise ValueError when n more tokens do not fit; nothing has been written then."""

@@ -13,13 +13,11 @@ import numpy as np
 from cufuse import device, jit, pack, tiles
 from cufuse.config import Config
 from cufuse.device import Array
-from cufuse.generate import KernelStopped, Sampling
+from cufuse.generate import Sampling
 from cufuse.state import State
 from cufuse.tiles import DecodeTile
 from cufuse.weights import Layer, Weights
 
-_CONTROL_WORDS = 32
-_FAULT = 1  # of control's words
 BUDGET_SECONDS = 2.0  # for a token; a launch that takes longer gives up
 _TWIN_BUDGET_SECONDS = 1e6  # the twin has a budget of its own
 
@@ -63,17 +61,21 @@ def applies(weights: Weights, state: State, tokens: Array) -> bool:
     c = weights.config
     if tokens.size != 1 or device.kind(tokens) == "numpy" or problem(c):
         return False
-    try:
-        tiles.decode(c, tiles.target_of(state.start), weights.dtype)
-    except device.Unsupported:
-        return False
-    return True
+    kept = getattr(weights, "_decode_applies", None)
+    if kept is None:  # asked once: bits do not change when memory is freed
+        try:
+            tiles.decode(c, tiles.target_of(state.start), weights.dtype)
+            kept = memory_problem(weights) is None
+        except device.Unsupported:
+            kept = False
+        weights._decode_applies = kept  # type: ignore[attr-defined]
+    return kept
 
 
-def check(engine: str, state: State) -> None:
+def check(engine: str, weights: Weights, *, batch: int = 1) -> None:
     """Raise Unsupported for a model, a batch or arrays that these kernels do not take."""
-    c = state.config
-    if device.kind(state.start) == "numpy":
+    c = weights.config
+    if device.kind(weights.embedding) == "numpy":
         raise device.Unsupported(
             f"engine {engine}: the model has NumPy arrays and this engine is a kernel; use engine "
             "reference"
@@ -81,10 +83,14 @@ def check(engine: str, state: State) -> None:
     words = problem(c)
     if words:
         raise device.Unsupported(f"engine {engine}: {c.name} has {words}; use engine fused")
-    if state.batch != 1:
+    if batch != 1:
         raise device.Unsupported(
-            f"engine {engine}: the batch is {state.batch}, wanted 1; use engine fused"
+            f"engine {engine}: the batch is {batch}, wanted 1; use engine fused"
         )
+    tiles.decode(c, tiles.target_of(weights.embedding), weights.dtype)
+    lacking = memory_problem(weights)
+    if lacking:
+        raise device.Unsupported(f"engine {engine}: {lacking}; use engine fused")
 
 
 def draws(sampling: Sampling) -> bool:
@@ -108,8 +114,46 @@ class DecodeWeights:
         return sum(array.nbytes for array in self.arrays.values() if array is not None)
 
 
+def _matrices(c: Config) -> dict[str, tuple[int, int, int]]:
+    """How many there are of each packed matrix, its rows (those of a gate) and its columns."""
+    return {
+        "head": (1, c.vocab_size, c.dim),
+        "qkv": (c.n_layers, c.q_dim + 2 * c.kv_dim, c.dim),
+        "out": (c.n_layers, c.dim, c.q_dim),
+        "gate_up": (c.n_layers, c.hidden_dim, c.dim),
+        "down": (c.n_layers, c.dim, c.hidden_dim),
+    }
+
+
+def packed_bytes(c: Config, dtype: Any) -> int:
+    """Bytes of the packed matrices of a model: a second copy of its weights."""
+    sizes = (
+        count * pack.packed_size(n, k, dtype, gated=name == "gate_up")
+        for name, (count, n, k) in _matrices(c).items()
+    )
+    return sum(sizes) * np.dtype(dtype).itemsize
+
+
+def memory_problem(weights: Weights) -> str | None:
+    """Say that the packed copy of the weights, which is not made yet, does not fit, or None."""
+    if getattr(weights, "_decode_weights", None) is not None:
+        return None
+    free = device.free_bytes(weights.embedding)
+    needed = packed_bytes(weights.config, weights.dtype)
+    if free is None or needed <= free:
+        return None
+    return (
+        f"{weights.config.name} needs {needed / 1e9:.2f} GB for a second, packed copy of its "
+        f"weights and this GPU has {free / 1e9:.2f} GB free"
+    )
+
+
 def prepare(weights: Weights) -> DecodeWeights:
-    """Pack a model's weights, layer by layer; the same object for the same weights."""
+    """Pack a model's weights, layer by layer; the same object for the same weights.
+
+    The packed copy takes as much memory again as the weights, which the many-row kernels go on
+    reading, and stays as long as they do.
+    """
     kept = getattr(weights, "_decode_weights", None)
     with jit.unrecorded() as runs:  # a step's launches are counted, not those that prepare it
         if kept is None or (runs and not kept.packed):
@@ -121,6 +165,7 @@ def prepare(weights: Weights) -> DecodeWeights:
 def _arrays(weights: Weights) -> dict[str, Array]:
     c, like, dtype = weights.config, weights.embedding, weights.dtype
     qkv_rows = c.q_dim + 2 * c.kv_dim
+    sizes = _matrices(c)
 
     def stacked(name: str, shape: tuple[int, ...]) -> Array:
         if getattr(weights.layers[0], name) is None:
@@ -130,16 +175,16 @@ def _arrays(weights: Weights) -> dict[str, Array]:
             made[i] = getattr(layer, name)
         return made
 
-    def packed(n: int, k: int, matrices: Any, *, gated: bool = False) -> Array:
-        size = pack.packed_size(n, k, dtype, gated=gated)
+    def packed(name: str, matrices: Any) -> Array:
+        size = pack.packed_size(*sizes[name][1:], dtype, gated=name == "gate_up")
         arena = device.empty((c.n_layers * size,), dtype, like)
         for i, layer in enumerate(weights.layers):
             w, up = matrices(layer)
             pack.pack(w, up=up, out=arena[i * size : (i + 1) * size])
         return arena
 
-    def one(name: str) -> Any:
-        return lambda layer: (getattr(layer, name), None)
+    def single(name: str) -> Array:
+        return packed(name, lambda layer: (getattr(layer, name), None))
 
     def gate_up(layer: Layer) -> tuple[Array, Array]:
         return layer.gate, layer.up
@@ -148,10 +193,10 @@ def _arrays(weights: Weights) -> dict[str, Array]:
         return {
             "embedding": weights.embedding,
             "head": pack.pack(weights.head).array,
-            "qkv": packed(qkv_rows, c.dim, one("qkv")),
-            "out": packed(c.dim, c.q_dim, one("out")),
-            "gate_up": packed(c.hidden_dim, c.dim, gate_up, gated=True),
-            "down": packed(c.dim, c.hidden_dim, one("down")),
+            "qkv": single("qkv"),
+            "out": single("out"),
+            "gate_up": packed("gate_up", gate_up),
+            "down": single("down"),
             "attn_norm": stacked("attn_norm", (c.dim,)),
             "mlp_norm": stacked("mlp_norm", (c.dim,)),
             "final_norm": weights.final_norm,
@@ -282,22 +327,9 @@ def size_bytes(weights: Weights, state: State, n_tokens: int, phase: str | None 
 
 def control(state: State) -> Array:
     """Return the words in which a kernel counts, and says where it gave up."""
-    return state.zeroed("control", (_CONTROL_WORDS,), np.uint32)
+    return state.control
 
 
 def check_fault(state: State) -> None:
-    """Raise KernelStopped when a kernel gave up waiting, and forget it. Waits for the GPU.
-
-    The cache then counts the tokens that it held before the launch that gave up.
-    """
-    words = control(state)
-    fault = int(words[_FAULT])
-    if not fault:
-        return
-    words[_FAULT] = 0
-    state.length = int(state.start[0])
-    places = {1: "weights", 2: "room in its ring", 3: "another CTA's words", 4: "sums"}
-    raise KernelStopped(
-        f"a decode kernel gave up waiting for {places.get(fault, 'something')} after "
-        f"{BUDGET_SECONDS} s a token; is another program using this GPU?"
-    )
+    """Raise KernelStopped when a kernel gave up waiting; see `State.check_fault`."""
+    state.check_fault()

@@ -1,9 +1,13 @@
-"""The whole step, embedding to the draw of the next token, in one launch."""
+"""The whole step, embedding to the draw of the next token, in one launch.
+
+The first step packs a second copy of the weights (`_decode.prepare`), so a model takes twice its
+memory; `check` says beforehand when that does not fit.
+"""
 
 from __future__ import annotations
 
 from cufuse.device import Array
-from cufuse.engines import _decode, _parts
+from cufuse.engines import _decode, _parts, fused
 from cufuse.generate import Sampling
 from cufuse.state import State
 from cufuse.weights import Weights
@@ -11,6 +15,7 @@ from cufuse.weights import Weights
 _KERNEL = ("mega/decode.cu", "decode")
 
 draws = _decode.draws
+prefill = fused.step  # many rows at once; `step` reads a prompt too, token after token
 
 
 def step(weights: Weights, state: State, tokens: Array, *, all_logits: bool = False) -> Array:
@@ -56,9 +61,17 @@ def step_and_draw(
     return logits
 
 
+def check(weights: Weights, *, batch: int = 1) -> None:
+    """Raise Unsupported for a model, a batch, or a lack of memory, that `step` would not run with.
+
+    Launches nothing.
+    """
+    _decode.check("mega", weights, batch=batch)
+
+
 def _check(weights: Weights, state: State, tokens: Array, n: int | None = None) -> int:
     _parts.check(weights, state, tokens)
     n = tokens.shape[1] if n is None else n
     state.check_room(n)
-    _decode.check("mega", state)
+    check(weights, batch=state.batch)
     return n
