@@ -13,6 +13,8 @@ from cufuse.cli import COMMANDS, main
 from cufuse.cli import kernels as kernels_module
 from cufuse.cli._options import numbers
 from cufuse.cli.kernels import Report, over_budget
+from cufuse.model import Model
+from cufuse.state import KernelStopped
 
 
 @pytest.fixture
@@ -119,6 +121,26 @@ def test_encoder_exits_4(cufuse):
     assert_fails(result, 4, "minilm is an encoder")
 
 
+@pytest.mark.parametrize(
+    ("model", "place", "sentence"),
+    [
+        ("tiny-moe", "cpu-kernels", "engine mega: tiny-moe has experts; use engine fused"),
+        ("tiny", "cpu", "engine mega: the model has NumPy arrays .*; use engine reference"),
+    ],
+)
+def test_what_mega_cannot_run_exits_4(cufuse, model, place, sentence):
+    arguments = ("--model", model, "--device", place, "--engine", "mega", "--ids", "1,2")
+    assert_fails(cufuse("generate", *arguments), 4, sentence)
+
+
+def test_kernel_that_gave_up_exits_1(cufuse, monkeypatch):
+    def stopped(*arguments, **options):
+        raise KernelStopped("a decode kernel gave up waiting for room in its ring")
+
+    monkeypatch.setattr(Model, "generate", stopped)
+    assert_fails(generate(cufuse, "--ids", "1"), 1, "gave up waiting for room in its ring")
+
+
 def test_prompt_longer_than_the_context_exits_2(cufuse):
     prompt = ",".join(["7"] * 600)
     result = generate(cufuse, "--ids", prompt)
@@ -157,7 +179,15 @@ def test_kernels_on_the_cpu_without_a_compiler_exit_4(cufuse, monkeypatch, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--engine", "mega", "--ids", "1"), "'mega' is not one of 'reference'"),
+        (("--engine", "turbo", "--ids", "1"), "'turbo' is not one of 'reference'"),
+        (("--prefill", "columns", "--ids", "1"), "'columns' is not one of 'rows', 'chunked'"),
+        (("--prefill", "chunked", "--ids", "1"), "reference reads a prompt in rows; use rows"),
+        (("--tokens-per-launch", "0", "--ids", "1"), "0 is not in the range x>=1"),
+        (("--tokens-per-launch", "2", "--ids", "1"), "engine reference draws one; use engine mega"),
+        (
+            ("-e", "mega", "--tokens-per-launch", "2", "--temperature", "1", "--top-k", "5"),
+            "tokens_per_launch is 2, wanted 1: top_k, top_p and min_p need a launch of their own",
+        ),
         (("--temperature", "-1", "--ids", "1"), "temperature"),
         (("--temperature", "nan", "--ids", "1"), "temperature is nan, wanted 0 or"),
         (("--seed", str(2**64), "--ids", "1"), "wanted 0 <= seed"),

@@ -12,6 +12,7 @@ from cufuse.generate import Decoder, Sampling
 from cufuse.state import State
 
 KERNEL_ENGINES = ("unfused", "fused")
+ON_NUMPY = ("reference", *KERNEL_ENGINES)  # mega is a kernel and nothing else: test_decode.py
 DECODERS = [name for name, config in CONFIGS.items() if config.causal]
 
 # Relative L2 error of all logits of a two-layer model: a few roundings of each op behind another.
@@ -140,7 +141,7 @@ def test_graph_replay_gives_the_same_ids(rng, engine, temperature):
     assert temperature == 0 or len(set(runs[0])) > 3
 
 
-@pytest.mark.parametrize("engine", engines.ENGINES)
+@pytest.mark.parametrize("engine", ON_NUMPY)
 def test_full_cache_raises_and_keeps_the_state(rng, engine):
     weights = small("llama")
     state = State(weights, capacity=4)
@@ -163,8 +164,8 @@ def test_step_rejects_wrong_tokens():
 
 
 def test_unknown_engine_names_the_others():
-    with pytest.raises(ValueError, match="engine is 'mega', wanted one of reference"):
-        engines.get("mega")
+    with pytest.raises(ValueError, match="engine is 'turbo', wanted one of reference"):
+        engines.get("turbo")
 
 
 def test_fused_launches_a_few_a_layer():
@@ -175,7 +176,7 @@ def test_fused_launches_a_few_a_layer():
         with jit.record(dry=True) as record:
             engines.get(engine).step(weights, State(weights, capacity=4), tokens)
         counts[engine] = len(record.launches)
-    assert counts["fused"] == 5 * 2 + 3  # five a layer; embedding, head, advance
+    assert counts["fused"] == 5 * 2 + 1  # five a layer; the head
     assert counts["unfused"] > 2 * counts["fused"]
 
 
@@ -208,7 +209,7 @@ def test_unfused_launches_every_operation_by_itself(name):
     assert launched == [*wanted.split(), "advance"]
 
 
-@pytest.mark.parametrize("engine", engines.ENGINES)
+@pytest.mark.parametrize("engine", ON_NUMPY)
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_unused_cache_slots_may_hold_anything(to, rng, engine, name):
     made = small(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import subprocess
 import sys
@@ -128,6 +129,29 @@ def test_static_shared_memory_counts_towards_the_limit(monkeypatch):
         allow(kernel, 0, False, limit - static + 1)
     allow(kernel, 0, False, 48 * 1024 - static)
     assert len(allowed) == 1
+
+
+def test_a_grid_that_is_not_resident_is_refused(monkeypatch):
+    """CuPy would shrink it, and its CTAs would wait for those that are not there."""
+    asked = []
+
+    def blocks(pointer, block, shared_bytes):
+        asked.append((pointer, block, shared_bytes))
+        return 2
+
+    driver = SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=blocks)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(driver=driver))
+    monkeypatch.setattr(device, "require_cupy", lambda: cupy)
+    monkeypatch.setattr(device, "gpu_info", lambda gpu: SimpleNamespace(sm_count=66))
+    monkeypatch.setattr(jit, "_gpu_function", lambda *args: SimpleNamespace(ptr=7))
+    monkeypatch.setattr(jit, "_resident", functools.cache(jit._resident.__wrapped__))
+    kernel = jit.kernel("unfused/advance.cu", "advance")
+    for grid in ((132,), (11, 12)):
+        jit._check_resident(kernel, 0, grid, 576, 200_000)
+    assert asked == [(7, 576, 200_000)]  # once for each shape
+    sentence = "advance: a grid of 133 CTAs .* 576 threads and 200000 bytes .* only 132 fit"
+    with pytest.raises(device.Unsupported, match=sentence):
+        jit._check_resident(kernel, 0, (133,), 576, 200_000)
 
 
 @pytest.mark.gpu

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 import cufuse
+from cufuse import device, engines, generate, jit
+from cufuse.engines import _decode
+from cufuse.model import Model
+from cufuse.weights import random
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +59,131 @@ def test_text_is_no_ids(tiny, call):
 def test_generate_wants_a_count(tiny, count):
     with pytest.raises(ValueError, match=f"max_new_tokens is {count}, wanted 0 or more"):
         tiny.generate([1], max_new_tokens=count)
+
+
+# ---- mega ---------------------------------------------------------------------------------------
+
+
+def on_twin(name: str) -> Model:
+    """Random weights as the CPU's kernels take them; nothing here runs one."""
+    config = cufuse.PRESETS[name]
+    return Model(random(config, dtype=np.float32).map(device.twin), None, "cpu-kernels")
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return on_twin("tiny")
+
+
+def launched(model: Model, prompt: list[int], **options: object) -> list[str]:
+    """The kernels that a generation launches; nothing is run, so every id drawn is 0."""
+    with jit.record(dry=True) as record:
+        ids = list(model.generate(prompt, engine="mega", stop_ids=(), **options))
+    assert ids == [0] * options["max_new_tokens"]
+    return [launch.kernel for launch in record.launches]
+
+
+def test_mega_launches_once_a_token(dense):
+    assert launched(dense, [1, 2, 3], prefill="chunked", max_new_tokens=4) == [
+        "decode",  # the prompt
+        "argmax",
+        *["decode"] * 3,
+    ]
+    by_rows = launched(dense, [1, 2, 3], max_new_tokens=4)
+    assert by_rows[-5:] == ["advance", "argmax", *["decode"] * 3]
+    assert by_rows.count("decode") == 3
+
+
+def test_mega_launches_once_for_several_tokens(dense):
+    for limit, launches in ((1, 0), (2, 1), (4, 1), (5, 2), (8, 3)):
+        names = launched(
+            dense, [7] * 5, prefill="chunked", max_new_tokens=limit, tokens_per_launch=3
+        )
+        assert names == ["decode", "argmax", *["decode"] * launches]
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_mega_leaves_filters_to_a_launch_of_their_own(dense, sampling):
+    names = launched(dense, [1], prefill="chunked", max_new_tokens=3, temperature=0.7, **sampling)
+    drawing = names[1:][: names[1:].index("decode")]
+    assert names == ["decode", *drawing, "decode", *drawing, "decode", *drawing] and drawing
+    assert (
+        launched(dense, [1], prefill="chunked", max_new_tokens=3, temperature=0.7)[-2:]
+        == ["decode"] * 2
+    )
+
+
+def test_long_prompt_takes_a_launch_for_each_piece(dense, monkeypatch):
+    monkeypatch.setattr(generate, "PREFILL_ROWS", 4)
+    names = launched(dense, [1] * 9, prefill="chunked", max_new_tokens=1)
+    assert names == ["decode"] * 3 + ["argmax"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"prefill": "columns"}, "prefill is 'columns', wanted one of rows, chunked"),
+        (
+            {"engine": "fused", "prefill": "chunked"},
+            "engine fused reads a prompt in rows; use rows",
+        ),
+        ({"tokens_per_launch": 0}, "tokens_per_launch is 0, wanted 1 or more"),
+        (
+            {"tokens_per_launch": 1.5, "engine": "mega"},
+            "tokens_per_launch is 1.5, wanted 1 or more",
+        ),
+        ({"engine": "fused", "tokens_per_launch": 2}, "engine fused draws one; use engine mega"),
+        (
+            {"engine": "mega", "tokens_per_launch": 2, "temperature": 1.0, "top_k": 4},
+            "wanted 1: top_k, top_p and min_p need a launch of their own",
+        ),
+    ],
+)
+def test_generate_says_what_an_engine_has_not(dense, options, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        dense.generate([1], **options)
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "minilm"])
+def test_mega_refuses_a_model_before_anything_is_launched(name):
+    made = on_twin(name)
+    for call in (made.generate, made.forward):
+        with (
+            jit.record(dry=True) as record,
+            pytest.raises(
+                cufuse.Unsupported, match=f"engine mega: {name} has .*; use engine fused"
+            ),
+        ):
+            call([1, 2], engine="mega")
+        assert not record.launches
+
+
+def test_a_second_copy_of_the_weights_has_to_fit(monkeypatch):
+    made = on_twin("tiny")
+    needed = _decode.packed_bytes(made.config, made.dtype)
+    monkeypatch.setattr(device, "free_bytes", lambda like: needed - 1)
+    sentence = (
+        r"engine mega: tiny needs 0\.00 GB for a second, packed copy of its weights and this GPU "
+        r"has 0\.00 GB free; use engine fused"
+    )
+    state = made.state(4)
+    with jit.record(dry=True) as record:
+        with pytest.raises(cufuse.Unsupported, match=sentence):
+            made.generate([1], engine="mega")
+        with pytest.raises(cufuse.Unsupported, match=sentence):
+            engines.get("mega").step(made.weights, state, state.tokens)
+    assert not record.launches and state.length == 0
+    with jit.record(dry=True) as record:  # fused does without, and goes on so
+        engines.get("fused").step(made.weights, state, state.tokens)
+        monkeypatch.setattr(device, "free_bytes", lambda like: needed)
+        engines.get("fused").step(made.weights, state, state.tokens)
+    assert "linear_rows" in {launch.kernel for launch in record.launches}
+    assert "decode_phase" not in {launch.kernel for launch in record.launches}
+    engines.check("mega", made.weights)  # now it fits
+
+
+def test_packed_bytes_are_those_of_the_packed_arrays(dense):
+    with jit.record(dry=True):
+        arrays = _decode.prepare(dense.weights).arrays
+    wanted = sum(arrays[name].nbytes for name in ("head", "qkv", "out", "gate_up", "down"))
+    assert _decode.packed_bytes(dense.config, dense.dtype) == wanted

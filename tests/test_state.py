@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from conftest import to_numpy
 from models import CONFIGS, small
 
+from cufuse import jit
+from cufuse import state as state_module
 from cufuse.state import State
 
 
@@ -39,9 +43,34 @@ def test_reset_forgets_tokens(to):
 
 def test_caches_have_whole_accesses():
     state = State(small("llama"), capacity=37)
-    assert state.keys(0).shape == (1, 64, 1, 32)
+    assert state.keys(0).shape == (1, 128, 1, 32)
     with pytest.raises(ValueError, match="38 more tokens do not fit"):
         state.check_room(38)
+
+
+@pytest.mark.parametrize("batch, tokens_per_launch", [(1, 1), (3, 1), (1, 5), (40, 1)])
+def test_draws_and_control_words_lie_in_one_array(batch, tokens_per_launch):
+    made = small("llama")
+    state = State(made, batch=batch, capacity=4, tokens_per_launch=tokens_per_launch)
+    state.ids[...] = np.arange(state.ids.size).reshape(tokens_per_launch, batch)
+    assert (state.tokens.ravel() == state.ids[-1]).all() and not state.control.any()
+    state.control[1] = 2
+    copy = state.drawn.copy()
+    state.drawn.fill(0)
+    assert (state.ids_in(copy).ravel() == np.arange(state.ids.size)).all()
+    assert "room in its ring" in str(state.stopped(copy)) and state.stopped(state.drawn) is None
+    with pytest.raises(ValueError, match="tokens_per_launch is 0, wanted at least 1"):
+        State(made, capacity=4, tokens_per_launch=0)
+
+
+def test_control_words_are_those_of_the_kernels():
+    text = (jit.sources() / "device" / "decode_shape.cuh").read_text()
+    constants = dict(re.findall(r"constexpr int kControl(\w+) = (\d+);", text))
+    text = (jit.sources() / "device" / "exchange.cuh").read_text()
+    places = re.findall(r"kWaitsFor\w+ = (\d+)", text)
+    assert int(constants["Words"]) == state_module._CONTROL_WORDS
+    assert int(constants["Fault"]) == state_module._FAULT
+    assert [int(place) for place in places] == list(state_module._PLACES)
 
 
 @pytest.mark.gpu
