@@ -66,8 +66,8 @@ class Model:
         """Yield the ids that follow a prompt, one by one.
 
         ids: the prompt's ids, [n]
-        engine: "reference", "unfused", "fused" or "mega", which takes twice the memory: it packs a
-            second copy of the weights
+        engine: "reference", "unfused", "fused" or "mega"; mega, and fused where it fits, pack a
+            second copy of a dense model's weights at the first step
         temperature: 0 takes the likeliest; top_k, top_p and min_p as in `ops.sample`
         stop_ids: generation ends behind one of them; the tokenizer's when left out
         graph: replay a CUDA graph of the step (GPU only)

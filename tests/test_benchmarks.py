@@ -20,7 +20,7 @@ from cufuse.benchmarks.catalogue import cases
 from cufuse.benchmarks.decode import Decode
 from cufuse.benchmarks.prompt import Prompt
 from cufuse.benchmarks.rows import Row
-from cufuse.benchmarks.subject import Subject
+from cufuse.benchmarks.subject import Oracle, Piece, Subject
 from cufuse.cli import main
 
 CASES = cases()
@@ -128,6 +128,35 @@ def test_engine_error_is_seen(rng):
     oracle._wanted[-1] = oracle._wanted[-1] + 0.01 * rng.standard_normal(oracle._wanted[-1].shape)
     with pytest.raises(verify.VerificationError, match="tiny cut to 2 layers, reference"):
         oracle.error("reference", np.asarray, "tiny")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engine_without_hidden_states_is_judged_by_logits(monkeypatch, rng, dtype):
+    """The same oracle: its hidden states go through the head where the engine's have to."""
+    oracle = Prompt(1, 21).oracle(Subject("tiny", "cpu", np.dtype(dtype)))
+    monkeypatch.setattr(subject, "_has_head_inside", lambda engine: True)
+    limit = {"float32": 1e-5, "bfloat16": 4e-2}[dtype]
+    assert 0 < oracle.error("reference", np.asarray, "tiny") < limit
+    (piece, *_) = oracle._pieces
+    at = subject._some_of(piece)[3]
+    oracle._wanted[0][0, at] = rng.standard_normal(oracle._wanted[0].shape[-1])
+    with pytest.raises(verify.VerificationError, match="tiny cut to 2 layers, reference"):
+        oracle.error("reference", np.asarray, "tiny")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("twin", marks=pytest.mark.cpu_kernels),
+        pytest.param("cupy", marks=pytest.mark.gpu),
+    ],
+)
+def test_mega_verifies(monkeypatch, kind):
+    monkeypatch.setattr(subject, "CUT_LAYERS", 1)
+    cut = Subject("tiny", "cpu", np.dtype(np.float32)).cut
+    oracle = Oracle(cut, 1, [Piece(2, every_position=True), Piece(1)])
+    upload = device.twin if kind == "twin" else device.require_cupy().asarray
+    assert 0 < oracle.error("mega", upload, "tiny") < 1e-5
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe", "minilm"])
@@ -252,6 +281,8 @@ def test_prompts_are_added_behind_the_decode_rows(monkeypatch):
     assert timed["batch"] == 2 and timed["context"] == 0 and timed["max_rel_err"] < 4e-2
     only = found(bench(*arguments, "-p", "8", "-n", "0", "-e", "fused", "-o", "jsonl"))
     assert [row["test"] for row in only] == ["pp8"]
+    (mega,) = found(bench(*arguments, "-p", "12", "-n", "0", "-e", "mega", "-o", "jsonl"))
+    assert mega["launches_per_token"] == 2  # a piece is one
     table = bench(*arguments, "-p", "8", "-n", "0", "-e", "fused").stdout.splitlines()
     assert table[0].endswith("| test | launches | MB moved | ms | t/s | GB/s | max err |")
 
