@@ -230,16 +230,24 @@ class DecodeTile:
 
 @functools.cache
 def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
-    """Choose the tile of a model's decode step; raises Unsupported where none fits."""
+    """Choose the tile of a model's decode step; raises Unsupported where none fits.
+
+    Measured on an H200, bf16, 512 tokens in the cache, us a token, 2026-11-30: Llama-3.2-1B with a
+    window of 2, 3 and 4 stages 651, 635 and 684, with a ring of 10 stages instead of 12 656, and
+    with 2, 3 and 4 chunks a split 640, 641 and 640; Qwen3-0.6B with a window of 2, 3 and 4 530, 545
+    and 578, with 2, 3 and 4 chunks 534, 551 and 530. A small model waits for its hand-offs, and
+    they wait behind what is on its way from memory.
+    """
     bulk = target.arch == "twin" or int(target.arch.rstrip("af")) >= 90
     ctas = min(target.sm_count, -(-config.vocab_size // 16))
     row_bytes = config.head_dim * np.dtype(dtype).itemsize
+    window = 2 if config.dim < 2048 else 3
     sizes = (16384, 8192) if target.shared_bytes > 160 * 1024 else (8192, 16384)
     for stage_bytes in sizes:
         if stage_bytes < 2 * _FEWEST_KEYS * row_bytes:
             continue
         for stages in range(_MOST_STAGES, _FEWEST_STAGES - 1, -1):
-            tile = DecodeTile(ctas, stages, stage_bytes, 3, "bulk" if bulk else "async", 4)
+            tile = DecodeTile(ctas, stages, stage_bytes, window, "bulk" if bulk else "async", 4)
             if decode_shared_bytes(config, dtype, tile) <= target.shared_bytes:
                 return tile
     raise device.Unsupported(

@@ -2,9 +2,9 @@
 // chunks of kKeys keys and their values, a stage each, to the groups of four warps in turn. Every
 // group keeps a softmax of its own over the keys that it sees.
 //
-// The keys of a chunk lie in its stage as 8 slices of consecutive rows, each 16 bytes further on than
-// it would be: row i of all slices, 8 keys, is then read without bank conflicts whatever the head's
-// size is. Behind them the values lie likewise.
+// The keys of a chunk lie in its stage as 8 slices of consecutive rows, each 16 bytes further on
+// than it would be: row i of all slices, 8 keys, is then read without bank conflicts whatever the
+// head's size is. Behind them the values lie likewise.
 #pragma once
 
 #include "device/attention.cuh"
@@ -42,8 +42,8 @@ struct GroupAttention {
   static constexpr int kHeadDim = Shape::kHeadDim;
   static constexpr int kTiles = kHeadDim / 8;
   static constexpr int kMine = (kTiles + 7) / 8 * 2;  // in pairs
-  float max = minus_infinity();  // of head lane / 4
-  float total = 0.0f;            // of this lane's keys
+  float max = minus_infinity();                       // of head lane / 4
+  float total = 0.0f;                                 // of this lane's keys
   float out[kMine][2] = {};
 
   // One chunk, whose first key is `first`; keys outside [span.first, span.last) are left out.
@@ -130,7 +130,8 @@ struct GroupAttention {
 
   // max and total of all heads, the same in all warps of the group, to maxima, totals [kMostHeads];
   // this warp's columns of the weighted values to rows [kHeads, pitch].
-  CUFUSE_DEVICE void store(float* maxima, float* totals, float* rows, int pitch, int quarter) const {
+  CUFUSE_DEVICE void store(
+      float* maxima, float* totals, float* rows, int pitch, int quarter) const {
     const int lane = thread_here() % 32, head = lane / 4;
     float sum = total;
 #pragma unroll
@@ -248,7 +249,8 @@ struct GroupAttention<float, Shape> {
     }
   }
 
-  CUFUSE_DEVICE void store(float* maxima, float* totals, float* rows, int pitch, int quarter) const {
+  CUFUSE_DEVICE void store(
+      float* maxima, float* totals, float* rows, int pitch, int quarter) const {
     const int lane = thread_here() % 32;
 #pragma unroll
     for (int h = 0; h < kMine; ++h) {
@@ -269,9 +271,7 @@ struct GroupAttention<float, Shape> {
  private:
   // Key i of a chunk, where rows of all slices follow each other: its place in the sequence, and
   // its byte in the stage.
-  static CUFUSE_DEVICE int place(int i) {
-    return i % kSlices * Shape::kSliceRows + i / kSlices;
-  }
+  static CUFUSE_DEVICE int place(int i) { return i % kSlices * Shape::kSliceRows + i / kSlices; }
   static CUFUSE_DEVICE int offset(int i) {
     return i % kSlices * Shape::kSlicePitch + i / kSlices * Shape::kRowBytes;
   }

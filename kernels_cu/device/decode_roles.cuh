@@ -4,8 +4,8 @@
 //   Multiplier  16 warps: gather x, multiply panels; attention
 //   Finisher    one warp: adds a panel's sums, bias, activation, residual; hands the result on
 //
-// A phase's tiles go round robin over the CTAs, and the next phase goes on where the last one ended,
-// so that no CTA always has the extra tile.
+// A phase's tiles go round robin over the CTAs, and the next phase goes on where the last one
+// ended, so that no CTA always has the extra tile.
 #pragma once
 
 #include "device/decode_shape.cuh"
@@ -111,8 +111,8 @@ struct Role {
     return first;
   }
 
-  // The last of this CTA's tiles. Splits other than the first publish and wait for nothing, so a CTA
-  // that goes through its splits from the last to the first never waits for one of its own.
+  // The last of this CTA's tiles. Splits other than the first publish and wait for nothing, so a
+  // CTA that goes through its splits from the last to the first never waits for one of its own.
   static CUFUSE_DEVICE int last_of(int first, int tiles) {
     return first + (tiles - 1 - first) / Shape::kCtas * Shape::kCtas;
   }
@@ -154,8 +154,7 @@ struct Filler : Role<Shape, kFillerRole> {
   using T = typename Shape::T;
   RingFiller<typename Shape::Ring, Shape::kRingAt> filler;
 
-  CUFUSE_DEVICE explicit Filler(const DecodeArgs<T>& args)
-      : Role<Shape, kFillerRole>(args) {}
+  CUFUSE_DEVICE explicit Filler(const DecodeArgs<T>& args) : Role<Shape, kFillerRole>(args) {}
 
   CUFUSE_DEVICE void qkv(int layer) {
     weights<Shape::kQkvPanels, Shape::kDim>(this->args.qkv, layer);
@@ -173,8 +172,7 @@ struct Filler : Role<Shape, kFillerRole> {
       const int chunk = split.first_chunk + part * split.chunks;
       const int end = min(chunk + split.chunks, split.end_chunk);
       if (this->n() > 0 && end * Cache::kKeys > this->launch().start) wait_for_append(layer, head);
-      const i64 rows =
-          static_cast<i64>(layer * Shape::kKvHeads + head) * this->args.capacity;
+      const i64 rows = static_cast<i64>(layer * Shape::kKvHeads + head) * this->args.capacity;
       for (int c = chunk; c < end; ++c) {
         const i64 at = (rows + c * Cache::kKeys) * Cache::kRowBytes;
         // Not the rows from this position on: one of them is being written.
@@ -543,9 +541,8 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 #pragma unroll 1
       for (int i = group; i < count; i += kPanelGroups) {
         attention.add_chunk(rows, Ring::wait(stage, this->watch), logits, quarter,
-                            (chunk + i) * Cache::kKeys, split.span, scale, [&] {
-                              barrier_sync(kGroupBarrier + group, kGroupWarps * 32);
-                            });
+                            (chunk + i) * Cache::kKeys, split.span, scale,
+                            [&] { barrier_sync(kGroupBarrier + group, kGroupWarps * 32); });
         Ring::release(stage);
         // Nobody writes the next logits while another warp still reads these.
         if (i + kPanelGroups < count) barrier_sync(kGroupBarrier + group, kGroupWarps * 32);
@@ -563,8 +560,8 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     this->tracer.begin(kMerging);
     sync();
     if (merges && thread_here() == 0 && this->args.n_tokens > 1) {
-      store_word<Order::release>(
-          this->words(Shape::kAppended) + layer * Shape::kKvHeads + kv_head, tagged(0, tag));
+      store_word<Order::release>(this->words(Shape::kAppended) + layer * Shape::kKvHeads + kv_head,
+                                 tagged(0, tag));
     }
     const int groups = min(count, kPanelGroups);  // that saw a chunk
 #pragma unroll 1
@@ -573,7 +570,8 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       PartialHead partial;
 #pragma unroll 1
       for (int g = 0; g < groups; ++g) {
-        const auto values = load_vec<2>(outs + g * Shape::kGroupOuts + head * Shape::kMergePitch + column);
+        const auto values =
+            load_vec<2>(outs + g * Shape::kGroupOuts + head * Shape::kMergePitch + column);
         partial.add(maxima[g * kMostHeads + head], totals[g * kMostHeads + head],
                     make_float2(values.v[0], values.v[1]));
       }
@@ -708,8 +706,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     if constexpr (kPerWord<T> == 1) return look_pair(words);
     return make_ulonglong2(look(words), 0);
   }
-  CUFUSE_DEVICE float2
-  settle_values(ulonglong2 seen, int split, int query, int column, u32 tag) {
+  CUFUSE_DEVICE float2 settle_values(ulonglong2 seen, int split, int query, int column, u32 tag) {
     const u64* words = part_of(split) + (query * kHeadDim + column) / kPerWord<T>;
     if constexpr (kPerWord<T> == 1) {
       const uint2 both = settle(seen, words, tag, this->watch);
@@ -742,8 +739,8 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
         const int split = min(i, splits - 1);
-        weights[i] = __uint_as_float(
-            settle(seen_weights[i], weight_of(split, query), tag, this->watch));
+        weights[i] =
+            __uint_as_float(settle(seen_weights[i], weight_of(split, query), tag, this->watch));
         top = fmaxf(top, weights[i]);
       }
       float sum = 0.0f, values[2 * kPerWord<T>] = {};
@@ -781,8 +778,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
   int panels_done = 0;
   u64 best_rank = 0;
 
-  CUFUSE_DEVICE explicit Finisher(const DecodeArgs<T>& args)
-      : Role<Shape, kFinisherRole>(args) {}
+  CUFUSE_DEVICE explicit Finisher(const DecodeArgs<T>& args) : Role<Shape, kFinisherRole>(args) {}
 
   CUFUSE_DEVICE void qkv(int layer) {
     const T* bias = this->args.qkv_bias ? this->args.qkv_bias + layer * Shape::kQkvDim : nullptr;
@@ -795,13 +791,14 @@ struct Finisher : Role<Shape, kFinisherRole> {
     });
   }
 
-  CUFUSE_DEVICE void attention(int layer) { this->take(Shape::kKvHeads * this->split(layer).count); }
+  CUFUSE_DEVICE void attention(int layer) {
+    this->take(Shape::kKvHeads * this->split(layer).count);
+  }
 
   CUFUSE_DEVICE void output(int layer) {
     // The residual of the first layer is the embedding.
-    const T* embedded = layer == 0 && starts(Shape::kOutPanels)
-                            ? this->embedding_row(this->token())
-                            : nullptr;
+    const T* embedded =
+        layer == 0 && starts(Shape::kOutPanels) ? this->embedding_row(this->token()) : nullptr;
     add_residual<Shape::kOutPanels, Shape::kQDim>(
         this->args.out_bias ? this->args.out_bias + layer * Shape::kDim : nullptr, embedded,
         this->words(Shape::kX), this->tag(layer - 1), this->words(Shape::kMiddle), layer);
@@ -835,8 +832,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
     T* logits = this->args.logits +
                 (this->args.all_logits ? static_cast<i64>(this->n()) * Shape::kVocab : 0);
     const float inverse = this->args.inverse_temperature;
-    const HashKey key =
-        hash_key(this->args.seed, static_cast<u64>(this->position() + 1), 0);
+    const HashKey key = hash_key(this->args.seed, static_cast<u64>(this->position() + 1), 0);
     best_rank = 0;
     panels<Shape::kHeadPanels, Shape::kDim>([&](int row) {
       return [=](float sum) {
@@ -878,7 +874,8 @@ struct Finisher : Role<Shape, kFinisherRole> {
   }
 
  private:
-  // Whether a thread of any CTA gave up, in this launch or in one before that the host has not seen.
+  // Whether a thread of any CTA gave up, in this launch or in one before that the host has not
+  // seen.
   CUFUSE_DEVICE bool stopped() const {
     return load_word<Order::acquire>(this->args.control + kControlFault) != 0;
   }
@@ -914,8 +911,12 @@ struct Finisher : Role<Shape, kFinisherRole> {
   }
 
   template <int kPanels, int kK>
-  CUFUSE_DEVICE void add_residual(const T* bias, const T* embedded, const u64* residual,
-                                  u32 residual_tag, u64* words, int layer) {
+  CUFUSE_DEVICE void add_residual(const T* bias,
+                                  const T* embedded,
+                                  const u64* residual,
+                                  u32 residual_tag,
+                                  u64* words,
+                                  int layer) {
     panels<kPanels, kK>([&](int row) {
       const bool there = row < Shape::kDim;
       const float b = bias && there ? to_float(bias[row]) : 0.0f;

@@ -1,5 +1,5 @@
-// The sizes and choices of a decode step, all known when it is compiled, and what follows from them:
-// where activations lie between CTAs and what a CTA keeps in shared memory.
+// The sizes and choices of a decode step, all known when it is compiled, and what follows from
+// them: where activations lie between CTAs and what a CTA keeps in shared memory.
 #pragma once
 
 #include "device/activation.cuh"
@@ -44,13 +44,13 @@ struct DecodeArgs {
   u64* trace;           // what happened when (device/trace.cuh); null without
   u64 budget_ns;        // a launch that takes longer gives up
   u64 seed;
-  int n_tokens;         // that have been through the model when the launch ends, 0 if none yet
+  int n_tokens;  // that have been through the model when the launch ends, 0 if none yet
   int n_given;
-  int layer;            // of a launch that does a part of a step
+  int layer;  // of a launch that does a part of a step
   int all_logits;
-  int capacity;         // of the cache, a multiple of 128
-  int window;           // 0: none
-  int window_every;     // layer i has the window when i % window_every == 0
+  int capacity;      // of the cache, a multiple of 128
+  int window;        // 0: none
+  int window_every;  // layer i has the window when i % window_every == 0
   float eps;
   float inverse_temperature;  // 0: the likeliest
 };
@@ -61,8 +61,8 @@ struct CacheSplit {
   KeySpan span;     // keys in the cache that the query sees
   int first_chunk;  // of the sequence
   int end_chunk;
-  int chunks;       // of a split
-  int count;        // splits, at least 1: the first one also takes the new key
+  int chunks;  // of a split
+  int count;   // splits, at least 1: the first one also takes the new key
 };
 
 // What the threads of a role share, for one token.
@@ -77,9 +77,25 @@ constexpr int kControlFault = 1;
 constexpr int kControlArrived = 2;
 constexpr int kControlWords = 32;
 
-template <typename T_, Act kAct_, Rounding kRounding_, Pairing kPairing_, bool kQkNorm_, int kDim_,
-          int kHidden_, int kHeads_, int kKvHeads_, int kHeadDim_, int kRotary_, int kVocab_,
-          int kLayers_, int kCtas_, int kStages_, int kStageBytes_, int kWindow_, Copies kCopies_, int kSplitChunks_,
+template <typename T_,
+          Act kAct_,
+          Rounding kRounding_,
+          Pairing kPairing_,
+          bool kQkNorm_,
+          int kDim_,
+          int kHidden_,
+          int kHeads_,
+          int kKvHeads_,
+          int kHeadDim_,
+          int kRotary_,
+          int kVocab_,
+          int kLayers_,
+          int kCtas_,
+          int kStages_,
+          int kStageBytes_,
+          int kWindow_,
+          Copies kCopies_,
+          int kSplitChunks_,
           bool kTrace_>
 struct DecodeShape {
   using T = T_;
@@ -122,15 +138,15 @@ struct DecodeShape {
 
   // Words between CTAs. Vectors of the model's dtype, then float32 of attention's splits.
   static constexpr int words(int n) { return round_up((n + kPerWord<T> - 1) / kPerWord<T>, 16); }
-  static constexpr int kX = 0;                              // [dim], between layers
-  static constexpr int kMiddle = kX + words(kDim);          // [dim], behind attention
-  static constexpr int kQkv = kMiddle + words(kDim);        // [q_dim + 2 kv_dim]
-  static constexpr int kAttention = kQkv + words(kQkvDim);  // [q_dim]
-  static constexpr int kHiddenWords = kAttention + words(kQDim);   // [hidden]
-  static constexpr int kParts = kHiddenWords + words(kHidden);  // [splits][q_dim]
+  static constexpr int kX = 0;                                          // [dim], between layers
+  static constexpr int kMiddle = kX + words(kDim);                      // [dim], behind attention
+  static constexpr int kQkv = kMiddle + words(kDim);                    // [q_dim + 2 kv_dim]
+  static constexpr int kAttention = kQkv + words(kQkvDim);              // [q_dim]
+  static constexpr int kHiddenWords = kAttention + words(kQDim);        // [hidden]
+  static constexpr int kParts = kHiddenWords + words(kHidden);          // [splits][q_dim]
   static constexpr int kWeights = kParts + kMostSplits * words(kQDim);  // [splits, heads] float32
   static constexpr int kBest = kWeights + round_up(kMostSplits * kHeads, 16);  // [2, ctas, 2]
-  static constexpr int kAppended = kBest + round_up(2 * kCtas * 2, 16);  // [layers, kv_heads]
+  static constexpr int kAppended = kBest + round_up(2 * kCtas * 2, 16);        // [layers, kv_heads]
   static constexpr int kWords = kAppended + kLayers * kKvHeads;
 
   // Threads: warps that multiply, one that finishes their sums, one that fills the ring.
@@ -144,8 +160,8 @@ struct DecodeShape {
   static constexpr int kMergePitch = kHeadDim + 8;
   static constexpr int most(int a, int b) { return a > b ? a : b; }
   static constexpr int kFragmentBytes =
-      32 * most(Packing<T>::tiles(kDim),
-                most(Packing<T>::tiles(kQDim), Packing<T>::tiles(kHidden)));
+      32 *
+      most(Packing<T>::tiles(kDim), most(Packing<T>::tiles(kQDim), Packing<T>::tiles(kHidden)));
   static constexpr int kGroupOuts = kGroup * kMergePitch;  // floats
   static constexpr int kMergeBytes = kPanelGroups * (kGroupOuts * 4 + Cache::kLogitBytes);
   static constexpr int kRingAt = Deadline::kBytes;

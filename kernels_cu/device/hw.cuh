@@ -245,7 +245,8 @@ CUFUSE_DEVICE int thread_here() {
   return static_cast<int>(thread);
 }
 
-// A value that all lanes of the warp have: said so, the compiler keeps it in a register of the warp.
+// A value that all lanes of the warp have: said so, the compiler keeps it in a register of the
+// warp.
 CUFUSE_DEVICE int uniform(int v) { return __shfl_sync(kFullMask, v, 0); }
 
 // ---- time
@@ -279,10 +280,7 @@ namespace cufuse {
 // A word of shared memory that another thread of the CTA publishes.
 CUFUSE_DEVICE u32 load_shared_acquire(const u32* p) {
   u32 v;
-  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
-               : "=r"(v)
-               : "r"(shared_address(p))
-               : "memory");
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared_address(p)) : "memory");
   return v;
 }
 CUFUSE_DEVICE void store_shared_release(u32* p, u32 v) {

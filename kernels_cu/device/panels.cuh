@@ -94,8 +94,8 @@ struct PanelSums<float> {
 
 // Quarter `quarter` of a block that lies in a stage.
 template <typename Shape, typename T>
-CUFUSE_DEVICE void multiply_block(PanelSums<T>& sums, const unsigned char* stage, const uint4* x,
-                                  int block, int quarter) {
+CUFUSE_DEVICE void multiply_block(
+    PanelSums<T>& sums, const unsigned char* stage, const uint4* x, int block, int quarter) {
   const int lane = threadIdx.x % 32;
   const int first = quarter * Shape::kQuarterTiles;
   const uint4* a = reinterpret_cast<const uint4*>(stage) + first * 32 + lane;

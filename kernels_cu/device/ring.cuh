@@ -1,8 +1,8 @@
 // A ring of stages in shared memory: one warp fills it with all that its CTA will need, in order,
 // and groups of consumer warps empty it, a stage each.
 //
-// Only `kWindow` fills are on their way at a time, and the rest of the ring fills as they land: what
-// queues up in the memory system delays everything else that goes there.
+// Only `kWindow` fills are on their way at a time, and the rest of the ring fills as they land:
+// what queues up in the memory system delays everything else that goes there.
 #pragma once
 
 #include "device/exchange.cuh"
@@ -12,7 +12,7 @@ namespace cufuse {
 // How a stage is filled: bulk copies of one thread (sm_90 and newer) or cp.async of a warp.
 enum class Copies { bulk, async };
 
-constexpr int kGroupWarps = 4;           // consumers of a stage
+constexpr int kGroupWarps = 4;  // consumers of a stage
 
 template <int kStages_, int kStageBytes_, int kWindow_, Copies kCopies_>
 struct RingShape {
@@ -62,7 +62,8 @@ struct Ring {
   }
   static CUFUSE_DEVICE u64* full(int stage) {
     return reinterpret_cast<u64*>(dynamic_shared<unsigned char>() + kAt +
-                                  Shape::kStages * Shape::kPitch) + stage;
+                                  Shape::kStages * Shape::kPitch) +
+           stage;
   }
   static CUFUSE_DEVICE u64* empty(int stage) { return full(Shape::kStages + stage); }
 
@@ -113,8 +114,8 @@ struct RingFiller {
     end_stage();
   }
 
-  // size_bytes of each of two sources, in runs of slice_bytes that lie slice_pitch apart, the second
-  // source's kSlices slices behind the first one's.
+  // size_bytes of each of two sources, in runs of slice_bytes that lie slice_pitch apart, the
+  // second source's kSlices slices behind the first one's.
   template <int kSlices>
   CUFUSE_DEVICE void fill_slices(const unsigned char* first,
                                  const unsigned char* second,

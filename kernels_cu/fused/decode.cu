@@ -24,10 +24,27 @@ CUFUSE_DEVICE void walk(AnyRole role, int layer) {
   role.end();
 }
 
-template <typename T, Act kAct, Rounding kRounding, Pairing kPairing, bool kQkNorm, int kDim,
-          int kHidden, int kHeads, int kKvHeads, int kHeadDim, int kRotary, int kVocab, int kLayers,
-          int kCtas, int kStages, int kStageBytes, int kWindow, Copies kCopies, int kSplitChunks,
-          bool kTrace, Phase kPhase>
+template <typename T,
+          Act kAct,
+          Rounding kRounding,
+          Pairing kPairing,
+          bool kQkNorm,
+          int kDim,
+          int kHidden,
+          int kHeads,
+          int kKvHeads,
+          int kHeadDim,
+          int kRotary,
+          int kVocab,
+          int kLayers,
+          int kCtas,
+          int kStages,
+          int kStageBytes,
+          int kWindow,
+          Copies kCopies,
+          int kSplitChunks,
+          bool kTrace,
+          Phase kPhase>
 __global__ void __launch_bounds__((kPanelWarps + 2) * 32, 1)
     decode_phase(const __grid_constant__ DecodeArgs<T> args) {
   using Shape = DecodeShape<T, kAct, kRounding, kPairing, kQkNorm, kDim, kHidden, kHeads, kKvHeads,

@@ -28,14 +28,31 @@ CUFUSE_DEVICE void walk(AnyRole role, int n_tokens, int n_layers) {
   role.end();
 }
 
-template <typename T, Act kAct, Rounding kRounding, Pairing kPairing, bool kQkNorm, int kDim,
-          int kHidden, int kHeads, int kKvHeads, int kHeadDim, int kRotary, int kVocab, int kLayers,
-          int kCtas, int kStages, int kStageBytes, int kWindow, Copies kCopies, int kSplitChunks, bool kTrace>
+template <typename T,
+          Act kAct,
+          Rounding kRounding,
+          Pairing kPairing,
+          bool kQkNorm,
+          int kDim,
+          int kHidden,
+          int kHeads,
+          int kKvHeads,
+          int kHeadDim,
+          int kRotary,
+          int kVocab,
+          int kLayers,
+          int kCtas,
+          int kStages,
+          int kStageBytes,
+          int kWindow,
+          Copies kCopies,
+          int kSplitChunks,
+          bool kTrace>
 __global__ void __launch_bounds__((kPanelWarps + 2) * 32, 1)
     decode(const __grid_constant__ DecodeArgs<T> args) {
   using Shape = DecodeShape<T, kAct, kRounding, kPairing, kQkNorm, kDim, kHidden, kHeads, kKvHeads,
-                            kHeadDim, kRotary, kVocab, kLayers, kCtas, kStages, kStageBytes, kWindow, kCopies,
-                            kSplitChunks, kTrace>;
+                            kHeadDim, kRotary, kVocab, kLayers, kCtas, kStages, kStageBytes,
+                            kWindow, kCopies, kSplitChunks, kTrace>;
   if (threadIdx.x == 0) begin_launch<Shape>(args);
   __syncthreads();
   if (threadIdx.x == 0) {
