@@ -151,7 +151,7 @@ class State:
             raise stopped
 
     def restart(self, length: int) -> None:
-        """Go back to `length` tokens and forget that a kernel gave up.
+        """Go back to `length` tokens and forget that a kernel gave up, on the current stream.
 
         Nothing of the state may be in use any more.
         """
@@ -159,8 +159,9 @@ class State:
         fault = self.control[_FAULT : _FAULT + 1]
         start = np.full(self.batch, length, np.int32)
         if device.is_gpu(self.start):
-            fault.data.memset(0, fault.nbytes)
-            self.start.set(start)
+            with device.on_device_of(self.start):
+                fault.data.memset_async(0, fault.nbytes)
+                self.start.set(start)
         else:
             fault[...] = 0
             self.start[...] = start

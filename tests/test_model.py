@@ -92,6 +92,7 @@ def test_mega_launches_once_a_token(dense):
     by_rows = launched(dense, [1, 2, 3], max_new_tokens=4)
     assert by_rows[-5:] == ["advance", "argmax", *["decode"] * 3]
     assert by_rows.count("decode") == 3
+    assert launched(dense, [1], max_new_tokens=2) == ["decode", "argmax", "decode"]
 
 
 def test_mega_launches_once_for_several_tokens(dense):

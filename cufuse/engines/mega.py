@@ -15,7 +15,13 @@ from cufuse.weights import Weights
 _KERNEL = ("mega/decode.cu", "decode")
 
 draws = _decode.draws
-prefill = fused.step  # many rows at once; `step` reads a prompt too, token after token
+
+
+def prefill(weights: Weights, state: State, tokens: Array, *, all_logits: bool = False) -> Array:
+    """Append tokens [1, q_len], many rows at once as in `fused`; `step` takes them one by one."""
+    # A single one has the same bits in `fused`, in kernels that nothing else here needs.
+    function = step if tokens.shape[1] == 1 else fused.step
+    return function(weights, state, tokens, all_logits=all_logits)
 
 
 def step(weights: Weights, state: State, tokens: Array, *, all_logits: bool = False) -> Array:
