@@ -8,6 +8,7 @@ from graph_nodes import launched
 from models import CONFIGS, small
 
 from cufuse import engines, jit, ops
+from cufuse.generate import Sampling
 from cufuse.state import State
 
 
@@ -34,4 +35,27 @@ def test_a_step_launches_only_our_kernels(engine, name, batch):
             names = launched(token, stream)
     assert sorted(names) == sorted(launch.kernel for launch in record.launches)
     assert not [name for name in names if name.startswith("<")]
-    assert np.isin(["embed", "argmax", "advance"], names).all()
+    by_phases = engine == "fused" and batch == 1 and not weights.config.n_experts
+    wanted = ["decode_phase", "argmax"] if by_phases else ["embed", "argmax", "advance"]
+    assert np.isin(wanted, names).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens_per_launch", [1, 4])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "interleaved", "mistral"])
+def test_mega_is_one_launch_and_nothing_else(name, tokens_per_launch):
+    import cupy
+
+    weights = small(name).map(cupy.asarray)
+    state = State(weights, capacity=16, tokens_per_launch=tokens_per_launch)
+    step_and_draw = engines.get("mega").step_and_draw
+    ids = state.ids.reshape(-1)
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def tokens() -> None:
+        step_and_draw(weights, state, state.tokens, Sampling(), ids=ids)
+
+    cupy.cuda.runtime.deviceSynchronize()
+    with stream:
+        tokens()  # packs, compiles and allocates
+        assert launched(tokens, stream) == ["decode"]
