@@ -487,12 +487,11 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     this->tracer.end(kMultiplying);
   }
 
-  // Until the sums that lie where the next ones go have been read.
-  CUFUSE_DEVICE void wait_for_partial() {
-    u32 looks = 0;
+  // Until the sums that lie where the next ones go have been read. The finisher never waits for
+  // ever, so this needs no way out of its own, and none may run ahead of it: the barrier counts.
+  CUFUSE_DEVICE void wait_for_partial() const {
     while (load_shared_acquire(at<const u32>(Shape::kSumsDoneAt)) + Shape::kPartials <=
            static_cast<u32>(panels_done)) {
-      if (this->watch.gives_up(looks, kWaitsForSums)) return;
     }
   }
 
@@ -834,6 +833,9 @@ struct Finisher : Role<Shape, kFinisherRole> {
     const float inverse = this->args.inverse_temperature;
     const HashKey key = hash_key(this->args.seed, static_cast<u64>(this->position() + 1), 0);
     best_rank = 0;
+    // `ids` may lie where a CTA that comes late still reads its first token.
+    if (blockIdx.x == 0) wait_for_arrivals();
+    __syncwarp();
     panels<Shape::kHeadPanels, Shape::kDim>([&](int row) {
       return [=](float sum) {
         if (row >= Shape::kVocab || thread_here() % 32 >= kPanelRows) return;
@@ -862,11 +864,8 @@ struct Finisher : Role<Shape, kFinisherRole> {
   CUFUSE_DEVICE void end() {
     this->tracer.close();
     if (blockIdx.x != 0 || thread_here() % 32 != 0) return;
-    // All CTAs are resident and arrive before they wait for anything.
-    u32* arrived = this->args.control + kControlArrived;
-    while (load_word<Order::acquire>(arrived) != Shape::kCtas) {
-    }
-    store_word<Order::relaxed>(arrived, 0u);
+    wait_for_arrivals();
+    store_word<Order::relaxed>(this->args.control + kControlArrived, 0u);
     // After a launch that gave up, the cache counts as if it had not been.
     if (!stopped()) this->args.start[0] = this->launch().start + this->args.n_tokens;
     this->args.control[kControlSequence] =
@@ -874,6 +873,13 @@ struct Finisher : Role<Shape, kFinisherRole> {
   }
 
  private:
+  // Until all CTAs have read what this launch found. All are resident, and arrive before they wait
+  // for anything.
+  CUFUSE_DEVICE void wait_for_arrivals() const {
+    while (load_word<Order::acquire>(this->args.control + kControlArrived) != Shape::kCtas) {
+    }
+  }
+
   // Whether a thread of any CTA gave up, in this launch or in one before that the host has not
   // seen.
   CUFUSE_DEVICE bool stopped() const {

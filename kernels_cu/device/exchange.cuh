@@ -40,7 +40,7 @@ struct Watch {
 };
 
 // Where a thread waits, for `Watch`.
-enum Place : u32 { kWaitsForWeights = 1, kWaitsForRoom = 2, kWaitsForWords = 3, kWaitsForSums = 4 };
+enum Place : u32 { kWaitsForWeights = 1, kWaitsForRoom = 2, kWaitsForWords = 3 };
 
 CUFUSE_DEVICE void wait_for(u64* barrier, u32 parity, Watch& watch, Place place) {
   // A first look that cannot put the thread to sleep: mostly there is nothing to wait for.

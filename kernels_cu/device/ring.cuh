@@ -164,7 +164,9 @@ struct RingFiller {
       landing.template advance<1>();
       --in_flight;
     }
-    return !watch.expired;  // or nobody reads it any more
+    // All lanes copy or none: after the first one has given up nobody reads it any more.
+    watch.expired = __any_sync(kFullMask, watch.expired);
+    return !watch.expired;
   }
 
   CUFUSE_DEVICE void end_stage() {
