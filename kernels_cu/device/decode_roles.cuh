@@ -830,6 +830,8 @@ struct Finisher : Role<Shape, kFinisherRole> {
   CUFUSE_DEVICE void head() {
     T* logits = this->args.logits +
                 (this->args.all_logits ? static_cast<i64>(this->n()) * Shape::kVocab : 0);
+    // A row of them is another CTA's with the next token.
+    const bool stores = this->args.all_logits || this->n() + 1 == this->args.n_tokens;
     const float inverse = this->args.inverse_temperature;
     const HashKey key = hash_key(this->args.seed, static_cast<u64>(this->position() + 1), 0);
     best_rank = 0;
@@ -840,7 +842,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
       return [=](float sum) {
         if (row >= Shape::kVocab || thread_here() % 32 >= kPanelRows) return;
         const T rounded = from_float<T>(sum);
-        logits[row] = rounded;
+        if (stores) logits[row] = rounded;
         const float logit = to_float(rounded);
         const u32 order = order_of(logit);
         u64 rank = order == 0 ? kRankOfNan : 0;

@@ -159,14 +159,17 @@ struct RingFiller {
   // Wait until the next stage is free and few enough are on their way; false when that is in vain.
   CUFUSE_DEVICE bool begin_stage(Watch& watch) {
     wait_for(Ring::empty(next.stage), next.round ^ 1, watch, kWaitsForRoom);
-    if (in_flight == Shape::kWindow) {
-      wait_for(Ring::full(landing.stage), landing.round, watch, kWaitsForWeights);
+    const bool waits = in_flight == Shape::kWindow;
+    if (waits) wait_for(Ring::full(landing.stage), landing.round, watch, kWaitsForWeights);
+    // All lanes copy or none: after the first one has given up nobody reads it any more. What is on
+    // its way then is left to `drain`.
+    watch.expired = __any_sync(kFullMask, watch.expired);
+    if (watch.expired) return false;
+    if (waits) {
       landing.template advance<1>();
       --in_flight;
     }
-    // All lanes copy or none: after the first one has given up nobody reads it any more.
-    watch.expired = __any_sync(kFullMask, watch.expired);
-    return !watch.expired;
+    return true;
   }
 
   CUFUSE_DEVICE void end_stage() {
