@@ -104,6 +104,7 @@ struct Role {
 
   // The first of `tiles` tiles that is this CTA's; the next ones are kCtas apart.
   CUFUSE_DEVICE int take(int tiles) {
+    tracer.phase();  // every role takes once a phase
     int first = static_cast<int>(blockIdx.x) - turn;
     if (first < 0) first += Shape::kCtas;
     turn += tiles % Shape::kCtas;
@@ -166,7 +167,6 @@ struct Filler : Role<Shape, kFillerRole> {
     const int tasks = Shape::kKvHeads * split.count;
     const int first = this->take(tasks);
     if (first >= tasks) return;
-    this->tracer.begin(kAttending);
     for (int task = this->last_of(first, tasks); task >= first; task -= Shape::kCtas) {
       const int head = task % Shape::kKvHeads, part = task / Shape::kKvHeads;
       const int chunk = split.first_chunk + part * split.chunks;
@@ -180,10 +180,10 @@ struct Filler : Role<Shape, kFillerRole> {
         filler.template fill_slices<kSlices>(
             reinterpret_cast<const unsigned char*>(this->args.k_cache) + at,
             reinterpret_cast<const unsigned char*>(this->args.v_cache) + at,
-            count * Cache::kRowBytes, Cache::kSliceBytes, Cache::kSlicePitch, this->watch);
+            count * Cache::kRowBytes, Cache::kSliceBytes, Cache::kSlicePitch, this->watch,
+            this->tracer);
       }
     }
-    this->tracer.end(kAttending);
   }
 
   CUFUSE_DEVICE void output(int layer) {
@@ -213,7 +213,7 @@ struct Filler : Role<Shape, kFillerRole> {
 #pragma unroll 1
       for (int block = 0; block < Panel::kBlocks; ++block) {
         filler.fill(source + block * Panel::kBlockTiles * Packing<T>::kTileBytes,
-                    Panel::block_bytes(block), this->watch);
+                    Panel::block_bytes(block), this->watch, this->tracer);
       }
     }
   }
@@ -321,12 +321,20 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   }
   static CUFUSE_DEVICE void sync() { barrier_sync(kMultiplierBarrier, kThreads); }
 
+  // A stage's bytes, once they are there.
+  CUFUSE_DEVICE const unsigned char* landed(const typename Ring::Cursor& stage) {
+    const u32 since = this->tracer.now();
+    const unsigned char* bytes = Ring::wait(stage, this->watch);
+    this->tracer.waited(kWaitingForWeights, since);
+    return bytes;
+  }
+
   // One thread looks at the word that is expected last until it is there; then all look at once.
   // Looks in vain crowd L2 and delay the very words that are waited for.
   CUFUSE_DEVICE void probe(const u64* word, u32 tag) {
-    this->tracer.begin(kWaiting);
+    this->tracer.begin(kWaitingForActivations);
     if (thread_here() == 0) settle(look(word), word, tag, this->watch);
-    this->tracer.end(kWaiting);
+    this->tracer.end(kWaitingForActivations);
     sync();
     this->tracer.begin(kGathering);
   }
@@ -468,7 +476,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       stage.advance(mine);
 #pragma unroll 1
       for (int block = mine; block < Panel::kBlocks; block += kPanelGroups) {
-        multiply_block<Panel>(sums, Ring::wait(stage, this->watch), x, block, quarter);
+        multiply_block<Panel>(sums, landed(stage), x, block, quarter);
         Ring::release(stage);
         stage.advance(kPanelGroups);
       }
@@ -490,9 +498,11 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   // Until the sums that lie where the next ones go have been read. The finisher never waits for
   // ever, so this needs no way out of its own, and none may run ahead of it: the barrier counts.
   CUFUSE_DEVICE void wait_for_partial() const {
+    const u32 since = this->tracer.now();
     while (load_shared_acquire(at<const u32>(Shape::kSumsDoneAt)) + Shape::kPartials <=
            static_cast<u32>(panels_done)) {
     }
+    this->tracer.waited(kWaitingForSums, since);
   }
 
   // One KV head's queries over one split of its cache. The first split also takes the new key, and
@@ -508,9 +518,9 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     float* new_logits = totals + kPanelGroups * kMostHeads;
     const float scale = rsqrtf(static_cast<float>(kHeadDim)) * kLog2E;
 
-    this->tracer.begin(kWaiting);
+    this->tracer.begin(kWaitingForActivations);
     if (warp < kGroup + (merges ? 2 : 0)) fetch_row(layer, kv_head, warp, tag, rows);
-    this->tracer.end(kWaiting);
+    this->tracer.end(kWaitingForActivations);
     sync();
 
     this->tracer.begin(kAttending);
@@ -539,8 +549,8 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       stage.advance(group);
 #pragma unroll 1
       for (int i = group; i < count; i += kPanelGroups) {
-        attention.add_chunk(rows, Ring::wait(stage, this->watch), logits, quarter,
-                            (chunk + i) * Cache::kKeys, split.span, scale,
+        attention.add_chunk(rows, landed(stage), logits, quarter, (chunk + i) * Cache::kKeys,
+                            split.span, scale,
                             [&] { barrier_sync(kGroupBarrier + group, kGroupWarps * 32); });
         Ring::release(stage);
         // Nobody writes the next logits while another warp still reads these.
@@ -906,15 +916,19 @@ struct Finisher : Role<Shape, kFinisherRole> {
       auto* shared = dynamic_shared<unsigned char>();
       const float* partial = reinterpret_cast<const float*>(shared + Shape::kPartialsAt) +
                              buffer * Shape::kPartialFloats;
+      const u32 since = this->tracer.now();
       barrier_sync(kSumsBarrier + buffer, kPanelWarps * 32 + 32);
-      this->tracer.begin(kFinishing);
+      this->tracer.waited(kWaitingForSums, since);
+      this->tracer.begin(kAdding);
       const float sum = panel_sum<Shape::template Panel<kK>::kChains>(partial);
       if (lane == 0) {
         store_shared_release(reinterpret_cast<u32*>(shared + Shape::kSumsDoneAt),
                              static_cast<u32>(panels_done));
       }
+      this->tracer.end(kAdding);
+      this->tracer.begin(kStoring);
       finish(sum);
-      this->tracer.end(kFinishing);
+      this->tracer.end(kStoring);
     }
   }
 

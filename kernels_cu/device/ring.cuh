@@ -6,6 +6,7 @@
 #pragma once
 
 #include "device/exchange.cuh"
+#include "device/trace.cuh"
 
 namespace cufuse {
 
@@ -103,8 +104,12 @@ struct RingFiller {
   }
 
   // size_bytes that are read once in a launch, and so leave L2 first.
-  CUFUSE_DEVICE void fill(const unsigned char* source, int size_bytes, Watch& watch) {
-    if (!begin_stage(watch)) return;
+  template <typename AnyTracer>
+  CUFUSE_DEVICE void fill(const unsigned char* source,
+                          int size_bytes,
+                          Watch& watch,
+                          AnyTracer& tracer) {
+    if (!begin_stage(watch, tracer)) return;
     if constexpr (Shape::kCopies == Copies::bulk) {
       announce(size_bytes);
       if (thread_here() % 32 == 0) copy_one(0, source, size_bytes, true);
@@ -116,14 +121,15 @@ struct RingFiller {
 
   // size_bytes of each of two sources, in runs of slice_bytes that lie slice_pitch apart, the
   // second source's kSlices slices behind the first one's.
-  template <int kSlices>
+  template <int kSlices, typename AnyTracer>
   CUFUSE_DEVICE void fill_slices(const unsigned char* first,
                                  const unsigned char* second,
                                  int size_bytes,
                                  int slice_bytes,
                                  int slice_pitch,
-                                 Watch& watch) {
-    if (!begin_stage(watch)) return;
+                                 Watch& watch,
+                                 AnyTracer& tracer) {
+    if (!begin_stage(watch, tracer)) return;
     if constexpr (Shape::kCopies == Copies::bulk) {
       // A lane for each slice.
       const int lane = thread_here() % 32, slice = lane % kSlices;
@@ -157,8 +163,11 @@ struct RingFiller {
 
  private:
   // Wait until the next stage is free and few enough are on their way; false when that is in vain.
-  CUFUSE_DEVICE bool begin_stage(Watch& watch) {
+  template <typename AnyTracer>
+  CUFUSE_DEVICE bool begin_stage(Watch& watch, AnyTracer& tracer) {
+    const u32 since = tracer.now();
     wait_for(Ring::empty(next.stage), next.round ^ 1, watch, kWaitsForRoom);
+    tracer.waited(kWaitingForRoom, since);
     const bool waits = in_flight == Shape::kWindow;
     if (waits) wait_for(Ring::full(landing.stage), landing.round, watch, kWaitsForWeights);
     // All lanes copy or none: after the first one has given up nobody reads it any more. What is on

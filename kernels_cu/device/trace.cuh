@@ -8,55 +8,86 @@ namespace cufuse {
 
 enum RoleId : int { kFillerRole, kMultiplierRole, kFinisherRole, kRoles };
 enum Activity : int {
-  kWaiting,    // for activations of other CTAs
-  kGathering,  // them to shared memory, with a norm
+  kWaitingForActivations,  // of other CTAs
+  kWaitingForWeights,      // and for the cache: a stage of the ring is to land
+  kWaitingForRoom,         // in the ring
+  kWaitingForSums,         // to be there, or to be read
+  kGathering,              // activations to shared memory, with a norm
   kMultiplying,
   kAttending,
-  kMerging,  // attention's groups of warps, and its splits
-  kFinishing,
+  kMerging,    // attention's groups of warps, and its splits, and storing the result
+  kAdding,     // a panel's sums
+  kStoring,    // what became of them, for other CTAs
+  kNextPhase,  // no span: a role goes on to its next phase
 };
 
 constexpr int kTraceWords = 1 << 13;  // of a role of a CTA
 constexpr int kTraceHead = 8;         // of them before the events
+constexpr u32 kTraceShort = 200;      // cycles; a shorter wait is one that found all there
 
 template <bool kTrace>
 struct Tracer {
   CUFUSE_DEVICE Tracer(u64*, int) {}
   CUFUSE_DEVICE void begin(Activity) {}
   CUFUSE_DEVICE void end(Activity) {}
+  CUFUSE_DEVICE void phase() {}
+  CUFUSE_DEVICE u32 now() const { return 0; }
+  CUFUSE_DEVICE void waited(Activity, u32) const {}
   CUFUSE_DEVICE void close() {}
 };
 
-// trace: [ctas, kRoles, kTraceWords]. A row's head is how many events follow it, then timer_ns and
-// clock_cycles when the role began and when it ended; an event is
-// cycles << 8 | activity << 1 | (0 begins, 1 ends). The role's first thread writes.
+// trace: [ctas, kRoles, kTraceWords]. A row's head is how many events there were, then timer_ns and
+// clock_cycles when the role began and when it ended. An event is
+// cycles << 8 | activity << 1 | (0 begins, 1 ends); those that find no room in the row are lost.
+// The role's first thread writes. It holds nothing in registers: the roles have none to spare.
 template <>
 struct Tracer<true> {
-  u64* row;
-  int count;
+  u64* const& trace;
+  const int role;
 
-  CUFUSE_DEVICE Tracer(u64* trace, int role)
-      : row(trace + (static_cast<i64>(blockIdx.x) * kRoles + role) * kTraceWords),
-        count(thread_here() % 32 != 0 || (role == kMultiplierRole && thread_here() != 0)
-                  ? kTraceWords
-                  : kTraceHead) {
-    if (count == kTraceWords) return;
-    row[1] = timer_ns();
-    row[2] = clock_cycles();
+  CUFUSE_DEVICE Tracer(u64* const& trace, int role) : trace(trace), role(role) {
+    if (!writes()) return;
+    count() = 0;
+    row()[1] = timer_ns();
+    row()[2] = clock_cycles();
   }
 
-  CUFUSE_DEVICE void begin(Activity activity) { write(activity << 1); }
-  CUFUSE_DEVICE void end(Activity activity) { write(activity << 1 | 1); }
+  CUFUSE_DEVICE void begin(Activity activity) { write(activity << 1, clock_cycles()); }
+  CUFUSE_DEVICE void end(Activity activity) { write(activity << 1 | 1, clock_cycles()); }
+  CUFUSE_DEVICE void phase() { begin(kNextPhase); }
+
+  // A wait that began at `since`, which is what `now` said then.
+  CUFUSE_DEVICE u32 now() const { return static_cast<u32>(clock_cycles()); }
+  CUFUSE_DEVICE void waited(Activity activity, u32 since) const {
+    const u64 until = clock_cycles();
+    const u32 cycles = static_cast<u32>(until) - since;
+    if (cycles < kTraceShort) return;
+    write(activity << 1, until - cycles);
+    write(activity << 1 | 1, until);
+  }
+
   CUFUSE_DEVICE void close() {
-    if (count == kTraceWords) return;
-    row[0] = static_cast<u64>(count - kTraceHead);
-    row[3] = timer_ns();
-    row[4] = clock_cycles();
+    if (!writes()) return;
+    row()[0] = static_cast<u64>(count());
+    row()[3] = timer_ns();
+    row()[4] = clock_cycles();
   }
 
  private:
-  CUFUSE_DEVICE void write(int code) {
-    if (count + 1 < kTraceWords) row[count++] = clock_cycles() << 8 | static_cast<u64>(code);
+  CUFUSE_DEVICE bool writes() const {
+    return role == kMultiplierRole ? thread_here() == 0 : thread_here() % 32 == 0;
+  }
+  CUFUSE_DEVICE u64* row() const {
+    return trace + (static_cast<i64>(blockIdx.x) * kRoles + role) * kTraceWords;
+  }
+  CUFUSE_DEVICE int& count() const {
+    __shared__ int counts[kRoles];
+    return counts[role];
+  }
+  CUFUSE_DEVICE void write(int code, u64 cycles) const {
+    if (!writes()) return;
+    const int at = kTraceHead + count()++;
+    if (at < kTraceWords) row()[at] = cycles << 8 | static_cast<u64>(code);
   }
 };
 
