@@ -1,0 +1,379 @@
+"""A token through the decode kernels: `mega` in one launch and `fused` in one a phase."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import DTYPES, _to_gpu, relative_error, to_numpy
+from models import CONFIGS, louder, oracle
+from test_engines import LOGITS
+
+from cufuse import device, engines, jit, weights
+from cufuse.config import Config
+from cufuse.engines import _decode
+from cufuse.generate import KernelStopped, Sampling
+from cufuse.state import State
+from cufuse.weights import Weights
+
+MEGA, FUSED = engines.get("mega"), engines.get("fused")
+BOTH = pytest.mark.parametrize("engine", [MEGA, FUSED], ids=["mega", "fused"])
+FAMILIES = ("llama", "qwen3", "interleaved", "mistral")
+
+
+# ---- small models -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small model where the kernels run, and the same on the host."""
+
+    to: Callable[[Any], Any]
+    host: Weights
+    weights: Weights
+
+    @property
+    def config(self) -> Config:
+        return self.host.config
+
+    @property
+    def n_tokens(self) -> int:
+        """How many to decode: a token of one layer takes the twin seconds."""
+        return 2 if device.kind(self.weights.embedding) == "twin" else 9
+
+    def state(self, capacity: int = 24) -> State:
+        """An empty cache whose memory holds NaN."""
+        state = State(self.weights, capacity=capacity)
+        state.all_keys.fill(np.nan)
+        state.all_values.fill(np.nan)
+        return state
+
+    def tokens(self, rng: np.random.Generator, n: int) -> np.ndarray:
+        return rng.integers(0, self.config.vocab_size, (1, n)).astype(np.int32)
+
+
+@functools.cache
+def _case(kind: str, name: str, dtype: str, n_layers: int) -> Case:
+    config = dataclasses.replace(CONFIGS[name], n_layers=n_layers)
+    host = louder(weights.random(config, dtype=DTYPES[dtype], kind="numpy"))
+    to = device.twin if kind == "twin" else _to_gpu
+    return Case(to, host, host.map(to))
+
+
+def _cases(*on_twin: tuple[str, str, int]) -> Any:
+    """Fixture values: what the twin takes the time for, and everything on a GPU."""
+    on_gpu = [(name, dtype, 2) for name in FAMILIES for dtype in DTYPES]
+    return [
+        pytest.param((kind, *values), marks=mark, id=f"{kind}-{values[0]}-{values[1]}")
+        for kind, mark, chosen in (
+            ("twin", pytest.mark.cpu_kernels, on_twin),
+            ("cupy", pytest.mark.gpu, on_gpu),
+        )
+        for values in chosen
+    ]
+
+
+@pytest.fixture(params=_cases(("qwen3", "bf16", 2), ("mistral", "fp32", 1), ("llama", "fp16", 1)))
+def case(request: pytest.FixtureRequest) -> Case:
+    return _case(*request.param)
+
+
+@pytest.fixture(params=_cases(("interleaved", "fp16", 1)))
+def one_case(request: pytest.FixtureRequest) -> Case:
+    """One model on the twin, the same in all tests that take it: it is compiled once."""
+    return _case(*request.param)
+
+
+def bits(x: Any) -> bytes:
+    return to_numpy(x).tobytes()
+
+
+def caches(state: State) -> tuple[bytes, bytes]:
+    return bits(state.all_keys), bits(state.all_values)
+
+
+def test_mega_and_fused_give_the_same_bits_behind_a_prompt(case, rng):
+    n = case.n_tokens
+    tokens = case.tokens(rng, 5 + n)
+    wanted = oracle(case.host, tokens)
+    states = {engine: case.state() for engine in (MEGA, FUSED)}
+    for state in states.values():
+        FUSED.step(case.weights, state, case.to(tokens[:, :5].copy()))
+    for i in range(5, 5 + n):
+        token = case.to(tokens[:, i : i + 1].copy())
+        got = {e: to_numpy(e.step(case.weights, state, token)) for e, state in states.items()}
+        assert got[MEGA].dtype == case.host.dtype
+        assert relative_error(got[MEGA][0], wanted[0, i]) < LOGITS[case.host.dtype.name]
+        assert bits(got[MEGA]) == bits(got[FUSED])
+        assert caches(states[MEGA]) == caches(states[FUSED])
+        for state in states.values():
+            assert state.length == int(to_numpy(state.start)[0]) == i + 1
+
+
+def test_several_tokens_in_a_launch_give_the_bits_of_one_by_one(one_case, rng):
+    case, n, given = one_case, one_case.n_tokens + 1, 2
+    tokens = case.tokens(rng, given)
+    together, apart = case.state(), case.state()
+    ids = case.to(np.full(n, -1, np.int32))
+    logits = MEGA.step_and_draw(case.weights, together, case.to(tokens), Sampling(), ids=ids)
+    one = case.to(np.empty((1, 1), np.int32))
+    for i in range(n):
+        if i < given:
+            one[...] = case.to(tokens[:, i : i + 1].copy())
+        last = FUSED.step_and_draw(case.weights, apart, one, Sampling(), ids=one.reshape(-1))
+        if i >= given - 1:
+            assert int(to_numpy(ids)[i]) == int(to_numpy(one)[0, 0])
+    assert bits(logits) == bits(last)
+    assert caches(together) == caches(apart)
+    assert together.length == int(to_numpy(together.start)[0]) == n
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_logits_of_a_launch_are_those_of_one_by_one(rng, name):
+    case = _case("cupy", name, "bf16", 2)
+    tokens = case.tokens(rng, 9)
+    got = MEGA.step(case.weights, case.state(), case.to(tokens), all_logits=True)
+    assert relative_error(got, oracle(case.host, tokens)) < LOGITS["bfloat16"]
+    state = case.state()
+    for i in range(9):
+        token = case.to(tokens[:, i : i + 1].copy())
+        for all_logits in (False, True):
+            one = FUSED.step(case.weights, state, token, all_logits=all_logits)
+            assert one.shape == (1, 1, case.config.vocab_size)[not all_logits :]
+            assert bits(one) == bits(got[:, i])
+            state.length -= 1
+            state.start -= np.int32(1)
+        state.length += 1
+        state.start += np.int32(1)
+
+
+@BOTH
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_ids_are_those_that_ops_draw(one_case, rng, engine, temperature):
+    case, sampling = one_case, Sampling(temperature, seed=11)
+    state, token = case.state(), case.to(case.tokens(rng, 1))
+    n = case.n_tokens
+    if engine is MEGA and n == 2:
+        n = 1  # the other test of several tokens draws there too
+    for _ in range(n):
+        logits = engine.step_and_draw(case.weights, state, token, sampling, ids=token.reshape(-1))
+        wanted = case.to(np.empty(1, np.int32))
+        sampling.draw(logits, state, wanted)
+        assert int(to_numpy(token)[0, 0]) == int(to_numpy(wanted)[0])
+        assert temperature or int(to_numpy(wanted)[0]) == int(np.argmax(to_numpy(logits)[0]))
+
+
+@BOTH
+def test_filters_are_left_to_ops(engine):
+    assert engine.draws(Sampling()) and engine.draws(Sampling(0.5, seed=3))
+    assert engine.draws(Sampling(0.0, top_k=5))  # the likeliest is among them
+    for filtered in (Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.9), Sampling(1.0, min_p=0.1)):
+        assert not engine.draws(filtered)
+
+
+def test_fused_draws_for_what_these_kernels_do_not_take(to_kernels, rng):
+    made = louder(weights.random(CONFIGS["olmoe"], dtype=np.float32)).map(to_kernels)
+    tokens = to_kernels(rng.integers(0, 131, (2, 3)).astype(np.int32))
+    ids = to_kernels(np.full(2, -1, np.int32))
+    state = State(made, batch=2, capacity=4)
+    logits = FUSED.step_and_draw(made, state, tokens, Sampling(), ids=ids)
+    assert (to_numpy(ids) == np.argmax(to_numpy(logits), axis=1)).all()
+    assert state.length == 3
+
+
+# ---- launches -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_layers", [1, 3])
+def test_mega_launches_once_and_fused_once_a_phase(n_layers):
+    case = _case("twin", "qwen3", "bf16", n_layers)
+    for engine, wanted in ((MEGA, 1), (FUSED, 5 * n_layers + 1)):
+        state = State(case.weights, capacity=8)
+        state.length = 4
+        with jit.record(dry=True) as record:
+            engine.step(case.weights, state, state.tokens)
+        assert len(record.launches) == wanted
+        # Both read the same: what is packed here has whole panels of 16 rows.
+        assert record.size_bytes == _decode.size_bytes(case.weights, _at(state, 4), 1)
+        assert record.size_bytes > case.weights.size_bytes - case.weights.embedding.nbytes
+
+
+def _at(state: State, length: int) -> State:
+    state.length = length
+    return state
+
+
+def test_a_count_leaves_no_weights_that_a_step_would_take(monkeypatch):
+    case = _case("twin", "llama", "fp16", 1)
+    fresh = case.weights.map(lambda array: array)
+    with jit.record(dry=True):
+        counted = _decode.prepare(fresh)
+        assert not counted.packed and _decode.prepare(fresh) is counted
+    with jit.record() as record:
+        packed = _decode.prepare(fresh)
+    assert packed.packed and packed is _decode.prepare(fresh) and not record.launches
+
+
+@BOTH
+def test_a_launch_that_gives_up_says_so_and_the_next_one_is_right(
+    one_case, rng, engine, monkeypatch
+):
+    case = one_case
+    tokens = case.tokens(rng, 2)
+    state = case.state()
+    ids = case.to(np.full(1, -1, np.int32))
+    first, second = (case.to(tokens[:, i : i + 1].copy()) for i in range(2))
+    FUSED.step(case.weights, state, first)
+    _decode.check_fault(state)  # there is none
+
+    with monkeypatch.context() as none:
+        none.setattr(_decode, "BUDGET_SECONDS", 0.0)
+        none.setattr(_decode, "_TWIN_BUDGET_SECONDS", 0.0)
+        MEGA.step_and_draw(case.weights, state, second, Sampling(), ids=ids)
+    assert int(to_numpy(ids)[0]) == -2
+    # Until the host has seen it every launch says so.
+    ids.fill(-1)
+    FUSED.step_and_draw(case.weights, state, second, Sampling(), ids=ids)
+    assert int(to_numpy(ids)[0]) == -2
+    with pytest.raises(KernelStopped, match="gave up waiting for"):
+        _decode.check_fault(state)
+    assert state.length == int(to_numpy(state.start)[0]) == 1
+
+    logits = engine.step(case.weights, state, second)
+    _decode.check_fault(state)
+    wanted = oracle(case.host, tokens)[0, 1]
+    assert relative_error(logits[0], wanted) < LOGITS[case.host.dtype.name]
+    assert state.length == int(to_numpy(state.start)[0]) == 2
+
+
+# ---- what mega does not take --------------------------------------------------------------------
+
+
+def test_mega_names_what_it_does_not_take():
+    def wanted(name: str, to: Callable[[Any], Any], message: str, batch: int = 1) -> None:
+        made = weights.random(CONFIGS[name], dtype=np.float32).map(to)
+        state = State(made, batch=batch, capacity=4)
+        with pytest.raises(device.Unsupported, match=message):
+            MEGA.step(made, state, state.tokens)
+        assert state.length == 0
+
+    wanted("olmoe", device.twin, "engine mega: olmoe has experts; use engine fused")
+    wanted("bert", device.twin, "engine mega: bert has layernorm; use engine fused")
+    wanted("llama", device.twin, "engine mega: the batch is 2, wanted 1; use engine fused", batch=2)
+    wanted("llama", np.asarray, "engine mega: the model has NumPy arrays .* use engine reference")
+
+
+@BOTH
+def test_full_cache_raises_before_anything_is_launched(engine):
+    case = _case("twin", "llama", "fp16", 1)
+    state = _at(case.state(4), 4)
+    with (
+        jit.record(dry=True) as record,
+        pytest.raises(ValueError, match="1 more tokens do not fit"),
+    ):
+        engine.step(case.weights, state, state.tokens)
+    assert state.length == 4 and not record.launches
+
+
+# ---- many shapes and contexts, on a GPU ---------------------------------------------------------
+
+WIDE = dataclasses.replace(
+    CONFIGS["qwen3"],
+    name="wide",
+    dim=640,
+    hidden_dim=1536,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=64,
+    vocab_size=5000,
+    max_seq_len=20000,
+)
+CONTEXTS = (0, 1, 63, 64, 65, 127, 128, 255, 256, 257, 511, 513, 1000, 1024, 1025, 4097, 8191, 8192)
+
+
+def check_at(made: Weights, context: int, rng: np.random.Generator) -> None:
+    """Three tokens behind a random cache: float64, and the same bits however they are launched."""
+    config, n = made.config, 3
+    on_gpu = made.map(_to_gpu)
+    shape = State(made, capacity=context + n).all_keys.shape
+    keys, values = (rng.standard_normal(shape, np.float32).astype(made.dtype) for _ in range(2))
+
+    exact = made.map(lambda array: array.astype(np.float64))
+    state = _at(State(exact, capacity=context + n), context)
+    state.all_keys[...], state.all_values[...] = keys, values
+    state.start[...] = context
+    tokens = rng.integers(0, config.vocab_size, (1, n)).astype(np.int32)
+    wanted = engines.get("reference").step(exact, state, tokens, all_logits=True)
+
+    def again() -> State:
+        state = _at(State(on_gpu, capacity=context + n), context)
+        state.start.fill(context)
+        for cache, rows in ((state.all_keys, keys), (state.all_values, values)):
+            cache[...] = _to_gpu(rows)
+            cache[..., context:, :] = np.nan
+        return state
+
+    state = again()
+    together = to_numpy(MEGA.step(on_gpu, state, _to_gpu(tokens), all_logits=True))
+    for i in range(n):
+        assert relative_error(together[0, i], wanted[0, i]) < LOGITS[made.dtype.name]
+    filled = caches(state)
+    for engine in (MEGA, FUSED):
+        state = again()
+        for i in range(n):
+            one = engine.step(on_gpu, state, _to_gpu(tokens[:, i : i + 1].copy()))
+            assert bits(one) == together[:, i].tobytes(), f"{engine.__name__}, token {i}"
+        assert caches(state) == filled
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_contexts(rng, dtype):
+    made = weights.random(WIDE, dtype=DTYPES[dtype])
+    for context in CONTEXTS:
+        check_at(made, context, rng)
+
+
+SHAPES = {
+    **{f"head_dim {d}": {"head_dim": d} for d in (32, 80, 96, 128, 256)},
+    **{f"group of {g}": {"n_heads": g, "n_kv_heads": 1} for g in range(1, 9)},
+    "many KV heads": {"n_heads": 16, "n_kv_heads": 16},
+    "dim 576": {"dim": 576, "n_heads": 9, "n_kv_heads": 3},
+    "dim 5120": {"dim": 5120, "n_layers": 1, "head_dim": 128, "n_heads": 8},
+    "hidden_dim 17408": {"hidden_dim": 17408, "n_layers": 1},
+    "small vocabulary": {"vocab_size": 131},
+    "odd vocabulary": {"vocab_size": 132 * 16 * 2 + 17},
+    "no QK-norm": {"qk_norm": "none"},
+    "window 5": {"window": 5},
+    "window 333": {"window": 333},
+    "everything": {
+        "qk_norm": "none",
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "sinks": True,
+        "window": 200,
+        "window_every": 2,
+        "n_layers": 3,
+        "rope_partial": 0.5,
+        "rope_interleaved": True,
+        "norm_rounding": "scale_first",
+        "activation": "gelu_tanh",
+        "tied_embeddings": True,
+    },
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(rng, name):
+    dtype = list(DTYPES.values())[list(SHAPES).index(name) % 3]
+    made = weights.random(dataclasses.replace(WIDE, **SHAPES[name]), dtype=dtype)
+    for context in (3, 1100):
+        check_at(made, context, rng)
