@@ -1,4 +1,4 @@
-"""The command line: `cufuse bench`, `generate`, `info`, `kernels`, `pull`.
+"""The command line: `cufuse bench`, `generate`, `info`, `kernels`, `pull`, `trace`.
 
 Results go to stdout, progress and notes to stderr. Exit codes: 0 done, 1 failed while running,
 2 wrong usage, 3 a benchmarked result was wrong, 4 the device or the model is not available.
@@ -14,7 +14,7 @@ import click
 
 from cufuse.cli._errors import translated
 
-COMMANDS = ("bench", "generate", "info", "kernels", "pull")
+COMMANDS = ("bench", "generate", "info", "kernels", "pull", "trace")
 
 
 class Commands(click.Group):

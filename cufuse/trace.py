@@ -1,0 +1,586 @@
+"""What every CTA of the mega kernel does when, as its own clock tells: decoded, summed up, drawn.
+
+The kernel is compiled with `kTrace` for it (kernels_cu/device/trace.cuh) and writes what its roles
+begin and end to a buffer. The times of two CTAs compare by the pairs of global timer and SM clock
+that each role writes when it begins and when it ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cufuse import device, generate, jit, tiles
+from cufuse.config import Config
+from cufuse.device import Array
+from cufuse.generate import Sampling
+from cufuse.state import State
+from cufuse.weights import Weights, hash_uniform
+
+# A layer, as every role walks through it (kernels_cu/mega/decode.cu); the head comes behind them.
+PHASES = ("qkv", "attention", "output", "gate_up", "down")
+HEAD = "head"
+
+# In a picture, and in the order of its legend: what is lost is red and yellow.
+COLORS = {
+    "multiplying": "#1b7837",
+    "attending": "#5aae61",
+    "gathering": "#2166ac",
+    "merging": "#67a9cf",
+    "adding": "#4d4d4d",
+    "storing": "#999999",
+    "waiting for activations": "#b2182b",
+    "waiting for weights": "#fdae61",
+    "waiting for room": "#f6e8c3",
+    "waiting for sums": "#d8b365",
+}
+_COMPUTING = ("multiplying", "attending")
+_HANDING_ON = ("storing", "merging")  # with these a CTA's part of a phase ends
+_NEXT_PHASE = "next phase"
+
+SPAN = np.dtype(
+    [
+        ("cta", np.int32),
+        ("role", np.int32),
+        ("activity", np.int32),
+        ("phase", np.int32),  # counted from the step's begin; -1 before the first
+        ("begin_us", np.float64),
+        ("end_us", np.float64),
+        ("own_us", np.float64),  # without the spans inside it
+    ]
+)
+
+PHASE = np.dtype(
+    [
+        ("cta", np.int32),
+        ("role", np.int32),
+        ("phase", np.int32),
+        ("begin_us", np.float64),
+        ("end_us", np.float64),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the kernel writes, read from kernels_cu/device/trace.cuh."""
+
+    roles: tuple[str, ...]
+    activities: tuple[str, ...]
+    words: int  # of a row, one role of one CTA
+    head: int  # of them before the events
+
+
+@functools.cache
+def layout() -> Layout:
+    """Read the roles, the activities and the sizes from the header."""
+    text = (jit.sources() / "device" / "trace.cuh").read_text()
+    text = re.sub(r"//[^\n]*", "", text)
+
+    def names(enum: str) -> list[str]:
+        found = re.search(rf"enum {enum} : int \{{(.*?)\}}", text, re.DOTALL)
+        if not found:
+            raise ValueError(f"trace.cuh: no enum {enum}")
+        return [_words(word) for word in re.findall(r"\w+", found[1])]
+
+    def number(constant: str) -> int:
+        found = re.search(rf"constexpr int {constant} = (\d+)(?: << (\d+))?;", text)
+        if not found:
+            raise ValueError(f"trace.cuh: no constant {constant}")
+        return int(found[1]) << int(found[2] or 0)
+
+    roles = [name.removesuffix(" role") for name in names("RoleId")[:-1]]
+    return Layout(
+        tuple(roles), tuple(names("Activity")), number("kTraceWords"), number("kTraceHead")
+    )
+
+
+def _words(enumerator: str) -> str:
+    """Turn "kWaitingForRoom" into "waiting for room"."""
+    return " ".join(re.findall(r"[A-Z][a-z]*", enumerator)).lower()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One step: what each role of each CTA did, in microseconds since the first one began."""
+
+    name: str  # what was traced
+    n_layers: int
+    spans: np.ndarray  # SPAN, by begin; one inside another comes behind it
+    phases: np.ndarray  # PHASE, when each role of each CTA was in it
+    roles: np.ndarray  # [ctas, roles, 2] when each began and ended
+    clock_error_us: float  # standard error of how two CTAs' clocks compare
+    dropped: int  # events that did not fit their row
+    unbalanced: int  # events without their begin or their end
+
+    @property
+    def ctas(self) -> int:
+        """CTAs, one an SM."""
+        return self.roles.shape[0]
+
+    @property
+    def us(self) -> float:
+        """From the first role's begin to the last one's end."""
+        return float(self.roles[..., 1].max())
+
+    def phase(self, number: int) -> str:
+        """Name a phase: "layer 3 gate_up", "head"."""
+        layer, which = divmod(number, len(PHASES))
+        return f"layer {layer} {PHASES[which]}" if layer < self.n_layers else HEAD
+
+    @property
+    def problem(self) -> str | None:
+        """Say what is missing from the spans, or return None."""
+        if self.dropped:
+            return (
+                f"{self.dropped} events are missing: a role has room for "
+                f"{layout().words - layout().head} of them; trace fewer layers (--layers)"
+            )
+        if self.unbalanced:
+            return f"{self.unbalanced} events had no begin or no end and are missing"
+        return None
+
+
+# ---- a step -------------------------------------------------------------------------------------
+
+
+def allocate(ctas: int, like: Array) -> Array:
+    """Make the buffer of a traced launch: uint64 [ctas, roles, words], on like's device."""
+    made = layout()
+    return device.zeros((ctas, len(made.roles), made.words), np.uint64, like)
+
+
+def fill_cache(state: State, context: int) -> None:
+    """Fill the cache with seeded numbers and count `context` tokens in it."""
+    kind = device.kind(state.like)
+    gpu = max(device.device_id(state.like), 0)
+    with device.on_device_of(state.like):
+        for name, cache in (("keys", state.k_cache), ("values", state.v_cache)):
+            for i, layer in enumerate(cache):
+                layer[...] = hash_uniform(
+                    layer.shape,
+                    layer.dtype,
+                    seed=0,
+                    tensor=f"layers.{i}.{name}",
+                    half_width=math.sqrt(3.0),  # a standard deviation of 1
+                    kind="cupy" if kind == "cupy" else "numpy",
+                    gpu=gpu,
+                )
+        state.start[...] = context
+    state.length = context
+
+
+class Stepper:
+    """A greedy step that starts from the same place each time, traced or not.
+
+    step_and_draw: of an engine whose kernel writes what it does when it is given `trace`
+    """
+
+    def __init__(
+        self, step_and_draw: Callable[..., Array], weights: Weights, state: State, token: int = 1
+    ) -> None:
+        self._step = step_and_draw
+        self._weights = weights
+        self._state = state
+        self._context = state.length
+        self._ids = device.empty((1,), np.int32, state.like)
+        state.tokens[...] = token % weights.config.vocab_size
+        tile = tiles.decode(weights.config, tiles.target_of(state.start), weights.dtype)
+        self.buffer = allocate(tile.ctas, state.like)
+
+    def enqueue(self, *, traced: bool) -> None:
+        """Launch the step, without waiting for it."""
+        self.rewind()
+        self.launch(traced=traced)
+
+    def rewind(self) -> None:
+        """Go back to the place where all steps start."""
+        self._state.length = self._context
+        self._state.start[...] = self._context
+
+    def launch(self, *, traced: bool) -> None:
+        """Launch the step from where the state is."""
+        self._step(
+            self._weights,
+            self._state,
+            self._state.tokens,
+            Sampling(),
+            ids=self._ids,
+            trace=self.buffer if traced else None,
+        )
+
+    def token(self) -> int:
+        """Wait for the step and return what it drew; raises as `Decoder.ids`."""
+        return int(generate.check_drawn(_to_numpy(self._ids))[0])
+
+    def trace(self, name: str, warm_up: int = 2) -> tuple[Trace, int]:
+        """Trace a step behind some that warm up, and return it with the token that it drew."""
+        with device.on_device_of(self._state.like):
+            for _ in range(warm_up):
+                self.enqueue(traced=True)
+            self.buffer[...] = 0
+            self.enqueue(traced=True)
+            token = self.token()
+            read = _to_numpy(self.buffer)
+        return decode(read, name=name, n_layers=self._weights.config.n_layers), token
+
+    def cost(self, launches: int = 20) -> tuple[float, float]:
+        """Time untraced and traced steps in turn on a GPU: the medians, in microseconds."""
+        cuda = device.require_cupy().cuda
+        kinds = (False, True)
+        with device.on_device_of(self._state.like):
+            for traced in kinds:
+                self.enqueue(traced=traced)
+            events = [
+                (traced, cuda.Event(), cuda.Event()) for _ in range(launches) for traced in kinds
+            ]
+            for traced, begin, end in events:
+                self.rewind()
+                begin.record()
+                self.launch(traced=traced)
+                end.record()
+            events[-1][2].synchronize()
+            times: dict[bool, list[float]] = {traced: [] for traced in kinds}
+            for traced, begin, end in events:
+                times[traced].append(cuda.get_elapsed_time(begin, end) * 1e3)
+        return statistics.median(times[False]), statistics.median(times[True])
+
+
+def _to_numpy(x: Array) -> np.ndarray:
+    return x.get() if device.is_gpu(x) else np.array(x)
+
+
+# ---- the buffer ---------------------------------------------------------------------------------
+
+
+def decode(buffer: np.ndarray, *, name: str = "", n_layers: int) -> Trace:
+    """Turn what a launch wrote into spans.
+
+    buffer: uint64 [ctas, roles, words] as `allocate` makes it
+
+    All SMs are taken to run at one rate, which all rows tell together; where an SM's clock stands
+    is the mean over its roles. Raises ValueError for rows that no kernel wrote to their end.
+    """
+    made = layout()
+    if buffer.ndim != 3 or buffer.shape[1:] != (len(made.roles), made.words):
+        raise ValueError(
+            f"trace: the buffer is {list(buffer.shape)}, wanted "
+            f"[ctas, {len(made.roles)}, {made.words}]"
+        )
+    counts, timers, clocks, dropped = _heads(buffer, made)
+    first = clocks.min(axis=(1, 2))
+    elapsed = (clocks - first[:, None, None]).astype(np.float64)  # cycles
+    rate = float(np.sum(timers[..., 1] - timers[..., 0])) / float(np.sum(np.diff(elapsed)))
+    offsets = (timers - timers.min()) - rate * elapsed
+    starts = offsets.mean(axis=(1, 2))
+    error = float(np.sqrt(np.mean((offsets - starts[:, None, None]) ** 2) / offsets[0].size))
+    roles = starts[:, None, None] + rate * elapsed
+    starts -= roles.min()
+    roles -= roles.min()
+
+    rows, in_phases, unbalanced = [], [], 0
+    for cta, role in np.ndindex(counts.shape):
+        events = buffer[cta, role, made.head : made.head + counts[cta, role]]
+        cycles = (events >> np.uint64(8)).astype(np.int64) - first[cta]
+        times = (starts[cta] + rate * cycles) / 1e3
+        codes = (events & np.uint64(0xFF)).astype(np.int64)
+        spans, begins, lost = _pair(codes.tolist(), times.tolist(), made)
+        rows += [(cta, role, *span) for span in spans]
+        ends = [*begins[1:], roles[cta, role, 1] / 1e3]
+        in_phases += [
+            (cta, role, phase, begin, end)
+            for phase, (begin, end) in enumerate(zip(begins, ends, strict=False))
+        ]
+        unbalanced += lost
+    table = np.array(rows, SPAN)
+    return Trace(
+        name,
+        n_layers,
+        table[np.lexsort((-table["end_us"], table["begin_us"]))],
+        np.array(in_phases, PHASE),
+        roles / 1e3,
+        error / 1e3,
+        dropped,
+        unbalanced,
+    )
+
+
+def _heads(buffer: np.ndarray, made: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Return counts [ctas, roles], timers in ns and clocks in cycles [.., .., 2], and the drops."""
+    heads = buffer[:, :, : made.head].astype(np.int64)
+    counts, timers, clocks = heads[..., 0], heads[..., 1:5:2], heads[..., 2:5:2]
+    wrong = (clocks[..., 1] <= clocks[..., 0]) | (timers[..., 1] < timers[..., 0])
+    wrong |= counts < 0
+    if wrong.any() or not (timers[..., 1] > timers[..., 0]).any():
+        cta, role = (int(i) for i in np.argwhere(wrong)[0]) if wrong.any() else (0, 0)
+        raise ValueError(
+            f"trace: the {made.roles[role]} of CTA {cta} did not come to its end; was the launch "
+            "one that traces?"
+        )
+    kept = np.minimum(counts, made.words - made.head)
+    return kept, timers, clocks, int((counts - kept).sum())
+
+
+def _pair(
+    codes: Sequence[int], times: Sequence[float], made: Layout
+) -> tuple[list[tuple[int, int, float, float, float]], list[float], int]:
+    """Match a row's begins and ends.
+
+    Returns (activity, phase, begin, end, own time) of each span, when each phase began, and how
+    many begins and ends had no partner.
+    """
+    spans: list[tuple[int, int, float, float, float]] = []
+    stack: list[tuple[int, float, list[float]]] = []  # activity, begin, what ran inside
+    begins: list[float] = []
+    lost = 0
+    next_phase = made.activities.index(_NEXT_PHASE)
+    for code, time in zip(codes, times, strict=True):
+        activity = code >> 1
+        if activity >= len(made.activities):
+            raise ValueError(
+                f"trace: activity {activity} is none of {len(made.activities)}; the kernel and "
+                "this cufuse differ"
+            )
+        if activity == next_phase:
+            begins.append(time)
+        elif code & 1 == 0:
+            stack.append((activity, time, []))
+        elif activity in (opened := [entry[0] for entry in stack]):
+            while stack[-1][0] != activity:
+                stack.pop()
+            lost += len(opened) - len(stack)
+            _, begin, inside = stack.pop()
+            if stack:
+                stack[-1][2].append(time - begin)
+            spans.append((activity, len(begins) - 1, begin, time, time - begin - sum(inside)))
+        else:
+            lost += 1
+    return spans, begins, lost + len(stack)
+
+
+# ---- what it says -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a role spends on an activity, the mean over the CTAs."""
+
+    role: str
+    activity: str
+    us: float
+    percent: float  # of the role's time
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of all layers, means over them in microseconds."""
+
+    name: str
+    us: float  # from the last CTA's end of the phase before to that of this one
+    skew_us: float  # between the first and the last CTA's end
+    late_us: float  # between the mean and the last CTA's end
+    hand_off_us: float | None  # from the last CTA's end until the next phase's CTAs compute
+
+
+def shares(trace: Trace) -> list[Share]:
+    """Sum up each role's activities; what is in no span is "other"."""
+    made = layout()
+    found = []
+    for role, name in enumerate(made.roles):
+        mine = trace.spans[trace.spans["role"] == role]
+        whole = float(np.diff(trace.roles[:, role]).mean())
+        total = 0.0
+        for activity in COLORS:
+            own = mine["own_us"][mine["activity"] == made.activities.index(activity)]
+            us = float(own.sum()) / trace.ctas
+            total += us
+            if own.size:
+                found.append(Share(name, activity, us, 100 * us / whole))
+        found.append(Share(name, "other", whole - total, 100 * (whole - total) / whole))
+    return found
+
+
+def phases(trace: Trace) -> list[Phase]:
+    """Tell of each kind of phase how far apart the CTAs end, and what handing on takes.
+
+    A CTA has ended a phase when it stored its last result, and computes in the next one when what
+    it waited for lies in its shared memory, mean over the CTAs. Attention does not need all of qkv.
+    """
+    count = len(PHASES) * trace.n_layers + 1
+    ends = np.full((count, trace.ctas), np.nan)
+    starts = np.full((count, trace.ctas), np.nan)
+    last, first = _of(trace, _HANDING_ON), _of(trace, _COMPUTING)
+    np.fmax.at(ends, (last["phase"], last["cta"]), last["end_us"])
+    np.fmin.at(starts, (first["phase"], first["cta"]), first["begin_us"])
+    found = []
+    for which, name in enumerate((*PHASES, HEAD)):
+        numbers = range(which, count - 1, len(PHASES)) if name != HEAD else range(count - 1, count)
+        there = [p for p in numbers if np.isfinite(ends[p]).any()]
+        if not there:
+            continue
+        own = [ends[p][np.isfinite(ends[p])] for p in there]
+        handed = [
+            float(np.nanmean(starts[p + 1])) - float(e.max())
+            for p, e in zip(there, own, strict=True)
+            if p + 1 < count and np.isfinite(starts[p + 1]).any()
+        ]
+        before = [np.nanmax(ends[p - 1]) if p else 0.0 for p in there]
+        found.append(
+            Phase(
+                name,
+                float(np.mean([e.max() - b for e, b in zip(own, before, strict=True)])),
+                float(np.mean([e.max() - e.min() for e in own])),
+                float(np.mean([e.max() - e.mean() for e in own])),
+                float(np.mean(handed)) if handed else None,
+            )
+        )
+    return found
+
+
+def _of(trace: Trace, activities: Sequence[str]) -> np.ndarray:
+    """Return the spans of some activities that lie in a phase of the model."""
+    spans = trace.spans
+    chosen = [layout().activities.index(name) for name in activities]
+    phases_there = len(PHASES) * trace.n_layers + 1
+    inside = (spans["phase"] >= 0) & (spans["phase"] < phases_there)
+    return spans[inside & np.isin(spans["activity"], chosen)]
+
+
+def summary(trace: Trace) -> str:
+    """Write the shares and the phases as text."""
+    lines = [
+        f"{trace.name}: {trace.us:.1f} us, {trace.ctas} CTAs, clocks aligned to "
+        f"{trace.clock_error_us:.2f} us",
+        "",
+        "| role | activity | us | % |",
+        "| --- | --- | --- | --- |",
+        *(f"| {s.role} | {s.activity} | {s.us:.1f} | {s.percent:.1f} |" for s in shares(trace)),
+        "",
+        "| phase | us | first to last CTA's end | mean to last | last to the next phase |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for p in phases(trace):
+        handed = "-" if p.hand_off_us is None else f"{p.hand_off_us:.2f}"
+        lines.append(f"| {p.name} | {p.us:.2f} | {p.skew_us:.2f} | {p.late_us:.2f} | {handed} |")
+    return "\n".join(lines)
+
+
+# ---- for others to look at ----------------------------------------------------------------------
+
+
+def chrome(trace: Trace) -> dict[str, Any]:
+    """Return the trace as Perfetto and chrome://tracing read it: a process a CTA, a thread a role.
+
+    Times are in microseconds. Around the spans of a phase lies one with its name.
+    """
+    made = layout()
+    named: list[dict[str, Any]] = []
+    for cta in range(trace.ctas):
+        named.append(_named("process_name", cta, 0, name=f"CTA {cta}"))
+        named.append(_named("process_sort_index", cta, 0, sort_index=cta))
+        for role, name in enumerate(made.roles):
+            named.append(_named("thread_name", cta, role, name=name))
+            named.append(_named("thread_sort_index", cta, role, sort_index=role))
+    events = [
+        _complete(made.activities[span["activity"]], "activity", span) for span in trace.spans
+    ]
+    events += [_complete(trace.phase(int(p["phase"])), "phase", p) for p in trace.phases]
+    events.sort(key=lambda event: (event["ts"], -event["dur"], event["cat"] != "phase"))
+    return {
+        "traceEvents": named + events,
+        "displayTimeUnit": "ns",
+        "otherData": {
+            "traced": trace.name,
+            "dropped events": trace.dropped,
+            "clock error us": round(trace.clock_error_us, 3),
+        },
+    }
+
+
+def _named(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+
+
+def _complete(name: str, cat: str, span: Any) -> dict[str, Any]:
+    ts = round(float(span["begin_us"]), 3)
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": cat,
+        "pid": int(span["cta"]),
+        "tid": int(span["role"]),
+        "ts": ts,
+        "dur": round(round(float(span["end_us"]), 3) - ts, 3),
+    }
+
+
+def write(trace: Trace, path: Path) -> None:
+    """Write Chrome trace JSON."""
+    path.write_text(json.dumps(chrome(trace)))
+
+
+def raster(trace: Trace, role: int, columns: int) -> np.ndarray:
+    """Return what each CTA's role does as time goes by: int [ctas, columns], -1 for nothing."""
+    grid = np.full((trace.ctas, columns), -1)
+    scale = columns / trace.us
+    for span in trace.spans[trace.spans["role"] == role]:  # inner ones come behind outer ones
+        begin = int(span["begin_us"] * scale)
+        end = max(math.ceil(span["end_us"] * scale), begin + 1)
+        grid[span["cta"], begin:end] = span["activity"]
+    return grid
+
+
+def require_matplotlib() -> None:
+    """Raise Unsupported, with the line that installs it, without matplotlib."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise device.Unsupported(
+            'trace: --png needs matplotlib: pip install "cufuse[plot]"'
+        ) from error
+
+
+def draw(trace: Trace, path: Path) -> None:
+    """Write a picture, a panel a role: SM by time, the colours are the activities.
+
+    Raises Unsupported without matplotlib.
+    """
+    require_matplotlib()
+    from matplotlib.colors import BoundaryNorm, ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    made = layout()
+    colors = ["#ffffff", *(COLORS.get(name, "#ffffff") for name in made.activities)]
+    figure = Figure(figsize=(16, 12), layout="constrained")
+    panels = figure.subplots(len(made.roles), 1, sharex=True)
+    for role, axis in enumerate(panels):
+        axis.imshow(
+            raster(trace, role, 3000),
+            cmap=ListedColormap(colors),
+            norm=BoundaryNorm(np.arange(-1.5, len(made.activities)), len(colors)),
+            extent=(0.0, trace.us, trace.ctas - 0.5, -0.5),
+            aspect="auto",
+            interpolation="nearest",
+        )
+        axis.set_ylabel(f"{made.roles[role]}, SM")
+        axis.yaxis.get_major_locator().set_params(integer=True)
+    panels[-1].set_xlabel("us")
+    figure.suptitle(trace.name)
+    handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5)
+    figure.savefig(path, dpi=150)
+
+
+def describe(config: Config, dtype: Any, context: int) -> str:
+    """Name what is traced."""
+    return f"{config.name} ({config.n_layers} layers), {np.dtype(dtype)}, {context} in the cache"

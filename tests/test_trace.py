@@ -1,0 +1,448 @@
+"""Traces: what a buffer says, what is written of it, and a step of the twin from end to end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from conftest import _to_gpu
+from models import louder
+
+from cufuse import device, engines, jit, trace, weights
+from cufuse.cli import main
+from cufuse.config import PRESETS, Config
+from cufuse.state import State
+
+LAYOUT = trace.layout()
+CAPACITY = LAYOUT.words - LAYOUT.head
+SMALLEST = Config(
+    name="smallest",
+    dim=32,
+    n_layers=1,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=16,
+    hidden_dim=40,
+    vocab_size=67,
+    max_seq_len=64,
+)
+
+
+def code(name: str, *, end: bool = False) -> int:
+    return LAYOUT.activities.index(name) << 1 | end
+
+
+# ---- a buffer that a GPU could have written -----------------------------------------------------
+
+CYCLES_PER_US = 1700
+
+
+class Writer:
+    """Writes rows as the kernel does: SMs' clocks stand apart, the timer moves in steps."""
+
+    def __init__(self, ctas: int, rng: np.random.Generator, *, timer_step_ns: int = 32) -> None:
+        self.buffer = np.zeros((ctas, len(LAYOUT.roles), LAYOUT.words), np.uint64)
+        self.zero = rng.integers(1 << 20, 1 << 44, ctas)  # an SM's clock at time 0
+        self.timer_step_ns = timer_step_ns
+        for cta in range(ctas):
+            for role in LAYOUT.roles:
+                self.row(cta, role, [])
+
+    def cycles(self, cta: int, us: float) -> int:
+        return int(self.zero[cta]) + round(us * CYCLES_PER_US)
+
+    def timer(self, us: float) -> int:
+        ns = 1_700_000_000_000_000_000 + round(us * 1e3)
+        return ns // self.timer_step_ns * self.timer_step_ns
+
+    def row(
+        self, cta: int, role: str, events: list[tuple[int, float]], begin=0.0, end=1000.0
+    ) -> None:
+        """Events are (code, us); those past the row's end are counted only."""
+        words = self.buffer[cta, LAYOUT.roles.index(role)]
+        words[0] = len(events)
+        words[1], words[2] = self.timer(begin), self.cycles(cta, begin)
+        words[3], words[4] = self.timer(end), self.cycles(cta, end)
+        for i, (what, us) in enumerate(events[:CAPACITY]):
+            words[LAYOUT.head + i] = self.cycles(cta, us) << 8 | what
+
+
+def test_clocks_of_different_sms_are_aligned(rng):
+    """The same moments on eight SMs come out the same, to a fraction of the timer's step."""
+    writer = Writer(8, rng, timer_step_ns=1024)
+    begins = rng.uniform(0, 5, 8)
+    for cta in range(8):
+        for role, late in zip(LAYOUT.roles, (0.0, 0.21, 0.77), strict=True):
+            writer.row(
+                cta,
+                role,
+                [(code("storing"), 400.0), (code("storing", end=True), 401.5)],
+                begins[cta] + late,
+                900 + begins[cta] - late,
+            )
+    made = trace.decode(writer.buffer, n_layers=1)
+    assert made.spans.size == 8 * len(LAYOUT.roles)
+    ends_apart = made.spans["end_us"].max() - made.spans["end_us"].min()
+    assert ends_apart < 1.1
+    assert 0 < made.clock_error_us < 0.5
+    assert made.spans["end_us"] - made.spans["begin_us"] == pytest.approx(1.5, abs=0.01)
+    assert made.roles.min() == 0 and made.us == pytest.approx(900 - begins.min(), abs=8)
+
+
+def test_spans_nest_and_know_their_phase(rng):
+    writer = Writer(2, rng)
+    events = [
+        (code("next phase"), 1.0),
+        (code("multiplying"), 2.0),
+        (code("waiting for weights"), 3.0),
+        (code("waiting for weights", end=True), 4.5),
+        (code("multiplying", end=True), 8.0),
+        (code("next phase"), 9.0),
+        (code("attending"), 10.0),
+        (code("attending", end=True), 11.0),
+    ]
+    writer.row(1, "multiplier", events)
+    made = trace.decode(writer.buffer, n_layers=1)
+    names = [LAYOUT.activities[a] for a in made.spans["activity"]]
+    assert names == ["multiplying", "waiting for weights", "attending"]
+    assert set(made.spans["cta"]) == {1}
+    assert made.spans["phase"].tolist() == [0, 0, 1]
+    assert made.spans["own_us"] == pytest.approx([4.5, 1.5, 1.0], abs=0.01)
+    assert made.phases["phase"].tolist() == [0, 1]
+    assert made.phases["begin_us"] == pytest.approx([1.0, 9.0], abs=0.1)
+    assert made.phases["end_us"] == pytest.approx([9.0, 1000.0], abs=0.1)
+    assert (made.phase(0), made.phase(4), made.phase(5)) == (
+        "layer 0 qkv",
+        "layer 0 down",
+        "head",
+    )
+    assert made.problem is None
+
+
+@pytest.mark.parametrize(
+    ("events", "kept", "lost"),
+    [
+        ([(code("storing", end=True), 1.0)], [], 1),
+        ([(code("storing"), 1.0)], [], 1),
+        (
+            [
+                (code("multiplying"), 1.0),
+                (code("storing"), 2.0),
+                (code("multiplying", end=True), 3.0),
+                (code("adding"), 4.0),
+                (code("adding", end=True), 5.0),
+            ],
+            ["multiplying", "adding"],
+            1,
+        ),
+    ],
+)
+def test_events_without_a_partner_are_left_out_and_counted(rng, events, kept, lost):
+    writer = Writer(1, rng)
+    writer.row(0, "finisher", events)
+    made = trace.decode(writer.buffer, n_layers=1)
+    assert [LAYOUT.activities[a] for a in made.spans["activity"]] == kept
+    assert made.unbalanced == lost
+    assert f"{lost} events had no begin or no end" in (made.problem or "")
+
+
+def test_events_beyond_the_row_are_counted(rng):
+    writer = Writer(1, rng)
+    storing = [(code("storing"), 1.0), (code("storing", end=True), 1.5)]
+    writer.row(0, "finisher", storing * (CAPACITY // 2 + 50))
+    made = trace.decode(writer.buffer, n_layers=1)
+    assert made.spans.size == CAPACITY // 2
+    assert made.dropped == 100
+    assert f"100 events are missing: a role has room for {CAPACITY}" in (made.problem or "")
+
+
+def test_a_buffer_that_no_traced_launch_wrote_is_refused(rng):
+    writer = Writer(2, rng)
+    with pytest.raises(ValueError, match=r"the buffer is \[2, 1, 8192\], wanted \[ctas, 3, 8192\]"):
+        trace.decode(writer.buffer[:, :1], n_layers=1)
+    with pytest.raises(ValueError, match="of CTA 0 did not come to its end"):
+        trace.decode(np.zeros_like(writer.buffer), n_layers=1)
+    writer.buffer[1, LAYOUT.roles.index("finisher"), 4] = 0
+    with pytest.raises(ValueError, match="the finisher of CTA 1 did not come to its end"):
+        trace.decode(writer.buffer, n_layers=1)
+    writer = Writer(2, rng)
+    writer.row(0, "filler", [(len(LAYOUT.activities) << 1, 1.0)])
+    with pytest.raises(ValueError, match="the kernel and this cufuse differ"):
+        trace.decode(writer.buffer, n_layers=1)
+
+
+# ---- what is made of it -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layer(rng):
+    """One layer on three CTAs: a phase takes 10 us, and CTA i ends it i us late."""
+    writer = Writer(3, rng)
+    for cta in range(3):
+        multiplier, finisher, filler = [], [], []
+        for phase in range(len(trace.PHASES) + 1):
+            at = 10.0 * phase
+            attends = phase == 1
+            work = "attending" if attends else "multiplying"
+            for events in (multiplier, finisher, filler):
+                events.append((code("next phase"), at))
+            multiplier += [
+                (code("waiting for activations"), at),
+                (code("waiting for activations", end=True), at + 3),
+                (code(work), at + 3),
+                (code(work, end=True), at + 5 + cta),
+            ]
+            if attends:
+                multiplier += [
+                    (code("merging"), at + 5 + cta),
+                    (code("merging", end=True), at + 6 + cta),
+                ]
+            else:
+                finisher += [
+                    (code("storing"), at + 5 + cta),
+                    (code("storing", end=True), at + 6 + cta),
+                ]
+            filler += [
+                (code("waiting for room"), at + 1),
+                (code("waiting for room", end=True), at + 2),
+            ]
+        writer.row(cta, "multiplier", multiplier, 0.0, 100.0)
+        writer.row(cta, "finisher", finisher, 0.0, 100.0)
+        writer.row(cta, "filler", filler, 0.0, 100.0)
+    return trace.decode(writer.buffer, name="a layer", n_layers=1)
+
+
+def test_shares_add_up_to_the_role(layer):
+    shares = trace.shares(layer)
+    for role in LAYOUT.roles:
+        assert sum(s.percent for s in shares if s.role == role) == pytest.approx(100)
+    found = {(s.role, s.activity): s.us for s in shares}
+    assert found["multiplier", "waiting for activations"] == pytest.approx(18, abs=0.1)
+    assert found["multiplier", "multiplying"] == pytest.approx(5 * 3, abs=0.1)
+    assert found["filler", "other"] == pytest.approx(94, abs=0.1)
+
+
+def test_phases_tell_skew_and_hand_off(layer):
+    phases = trace.phases(layer)
+    assert [p.name for p in phases] == [*trace.PHASES, trace.HEAD]
+    for p in phases:
+        assert p.skew_us == pytest.approx(2, abs=0.1)
+        assert p.late_us == pytest.approx(1, abs=0.1)
+    assert [p.us for p in phases] == pytest.approx([8, 10, 10, 10, 10, 10], abs=0.1)
+    assert [p.hand_off_us for p in phases[:-1]] == pytest.approx([5] * 5, abs=0.1)
+    assert phases[-1].hand_off_us is None
+
+
+def test_summary_names_everything(layer):
+    text = trace.summary(layer)
+    assert re.match(r"a layer: 100\.\d us, 3 CTAs, clocks aligned to 0\.\d\d us\n", text)
+    for word in (*LAYOUT.roles, *trace.PHASES, trace.HEAD, "waiting for activations", "other"):
+        assert re.search(rf"^\|.* {word} \|", text, re.MULTILINE), word
+
+
+def check_chrome(found, ctas: int) -> None:
+    """What the Trace Event Format asks for, and that slices of a thread nest."""
+    events = found["traceEvents"]
+    named = [e for e in events if e["ph"] == "M"]
+    for kind, count in (("process_name", ctas), ("thread_name", ctas * len(LAYOUT.roles))):
+        assert sum(e["name"] == kind for e in named) == count
+    complete = [e for e in events if e["ph"] == "X"]
+    assert len(named) + len(complete) == len(events) and complete
+    assert [e["ts"] for e in complete] == sorted(e["ts"] for e in complete)
+    names = {*LAYOUT.activities, trace.HEAD}
+    stacks: dict[tuple[int, int], list[float]] = {}
+    for e in complete:
+        assert e["name"] in names or re.fullmatch(r"layer \d+ \w+", e["name"])
+        for key in ("ts", "dur"):
+            assert type(e[key]) in (int, float) and e[key] >= 0
+        assert 0 <= e["pid"] < ctas and 0 <= e["tid"] < len(LAYOUT.roles)
+        stack = stacks.setdefault((e["pid"], e["tid"]), [])
+        while stack and stack[-1] <= e["ts"] + 1e-6:
+            stack.pop()
+        end = e["ts"] + e["dur"]
+        assert not stack or end <= stack[-1] + 2e-3
+        stack.append(end)
+
+
+def test_chrome_json_is_what_perfetto_reads(layer, tmp_path):
+    path = tmp_path / "trace.json"
+    trace.write(layer, path)
+    found = json.loads(path.read_text())
+    check_chrome(found, 3)
+    assert found["otherData"]["traced"] == "a layer"
+    names = [e["name"] for e in found["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
+    assert names.count("layer 0 attention") == len(LAYOUT.roles)
+    assert names.count("attending") == 1
+
+
+def test_raster_shows_the_inner_span(rng):
+    writer = Writer(2, rng)
+    events = [
+        (code("multiplying"), 100.0),
+        (code("waiting for weights"), 500.0),
+        (code("waiting for weights", end=True), 600.0),
+        (code("multiplying", end=True), 900.0),
+    ]
+    writer.row(1, "multiplier", events)
+    made = trace.decode(writer.buffer, n_layers=1)
+    grid = trace.raster(made, LAYOUT.roles.index("multiplier"), 10)
+    nothing, multiplying = -1, LAYOUT.activities.index("multiplying")
+    assert (grid[0] == nothing).all()
+    assert grid[1, 0] == nothing and grid[1, 9] == nothing
+    assert grid[1, 2] == multiplying and grid[1, 7] == multiplying
+    assert grid[1, 5] == LAYOUT.activities.index("waiting for weights")
+
+
+def test_picture(layer, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "trace.png"
+    trace.draw(layer, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+# ---- one source ---------------------------------------------------------------------------------
+
+
+def test_every_activity_has_a_colour():
+    assert set(trace.COLORS) == set(LAYOUT.activities) - {"next phase"}
+
+
+def test_phases_are_those_that_the_kernel_walks_through():
+    text = (jit.sources() / "mega" / "decode.cu").read_text()
+    walked = re.findall(r"^ +(?:if .*)?role\.(\w+)\(", text, re.MULTILINE)
+    assert walked == ["begin", *trace.PHASES, trace.HEAD, "end"]
+
+
+# ---- a step -------------------------------------------------------------------------------------
+
+
+def traced_and_not(to) -> tuple[trace.Trace, int, int]:
+    """Trace a step of the smallest model, and run the same step without."""
+    made = louder(weights.random(SMALLEST, dtype=np.float32, kind="numpy")).map(to)
+    state = State(made, capacity=20)
+    trace.fill_cache(state, 19)
+    stepper = trace.Stepper(engines.get("mega").step_and_draw, made, state)
+    found, token = stepper.trace("smallest", warm_up=0)
+    stepper.enqueue(traced=False)
+    return found, token, stepper.token()
+
+
+def check_step(found: trace.Trace) -> None:
+    assert found.problem is None
+    inside = {(s["role"], LAYOUT.activities[s["activity"]]) for s in found.spans}
+    for role, activity in (
+        ("multiplier", "waiting for activations"),
+        ("multiplier", "gathering"),
+        ("multiplier", "multiplying"),
+        ("multiplier", "attending"),
+        ("finisher", "adding"),
+        ("finisher", "storing"),
+    ):
+        assert (LAYOUT.roles.index(role), activity) in inside
+    phases = len(trace.PHASES) + 1
+    assert found.phases.size == found.ctas * len(LAYOUT.roles) * phases
+    assert [p.name for p in trace.phases(found)] == [*trace.PHASES, trace.HEAD]
+
+
+@pytest.mark.cpu_kernels
+def test_the_twin_draws_the_same_token_traced():
+    found, traced, plain = traced_and_not(device.twin)
+    assert traced == plain
+    check_step(found)
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_the_same_token_traced():
+    found, traced, plain = traced_and_not(_to_gpu)
+    assert traced == plain
+    check_step(found)
+    assert found.clock_error_us < 5
+
+
+@pytest.mark.gpu
+def test_traced_steps_are_timed():
+    made = weights.random(PRESETS["tiny"], dtype=device.bfloat16, kind="cupy")
+    state = State(made, capacity=40)
+    trace.fill_cache(state, 39)
+    stepper = trace.Stepper(engines.get("mega").step_and_draw, made, state)
+    untraced_us, traced_us = stepper.cost(5)
+    assert 1 < untraced_us < 1e5 and 1 < traced_us < 1e5
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(main, ["trace", *arguments])
+
+
+@pytest.mark.cpu_kernels
+def test_command_writes_a_timeline(monkeypatch, tmp_path):
+    monkeypatch.setitem(PRESETS, "smallest", dataclasses.replace(SMALLEST, n_layers=2))
+    path = tmp_path / "trace.json"
+    arguments = ("smallest", "-o", str(path), "--layers", "1", "--context", "5")
+    result = run(*arguments, "--dtype", "fp32", "--device", "cpu-kernels")
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())
+    ctas = int(re.search(r"(\d+) CTAs", result.stdout)[1])  # type: ignore[index]
+    check_chrome(found, ctas)
+    assert found["otherData"]["traced"] == "smallest (1 layers), float32, 5 in the cache"
+    assert "| multiplier | waiting for activations |" in result.stdout
+    assert f"wrote {path}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "sentence"),
+    [
+        (("tinny",), 4, "unknown model tinny: did you mean tiny"),
+        (("tiny", "--context", "512"), 2, "512 tokens in the cache and one more do not fit"),
+        (("tiny", "--context", "-1"), 2, "--context"),
+        (("tiny", "--layers", "0"), 2, "--layers"),
+        (("tiny", "--dtype", "int8"), 2, "wanted one of bfloat16"),
+        (("tiny", "-o", "no-folder/x.json"), 2, "there is no folder no-folder"),
+        (("tiny", "--png", "no-folder/x.png"), 2, "there is no folder no-folder"),
+        (("tiny-moe",), 4, "tiny-moe has experts"),
+        ((), 2, "Missing argument 'MODEL'"),
+    ],
+)
+@pytest.mark.cpu_kernels
+def test_wrong_input(arguments, exit_code, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments, "--device", "cpu-kernels")
+    assert result.exit_code == exit_code, result.output
+    assert sentence in result.stderr and "Traceback" not in result.stderr
+    assert result.stdout == "" and not (tmp_path / "trace.json").exists()
+
+
+def test_gpu_that_is_not_there_exits_4(monkeypatch):
+    monkeypatch.setattr(device, "gpu_problem", lambda: "the CUDA driver finds no GPU")
+    result = run("tiny")
+    assert result.exit_code == 4
+    assert "--device cuda: the CUDA driver finds no GPU" in result.stderr
+
+
+@pytest.mark.cpu_kernels
+def test_png_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run("tiny", "--png", str(tmp_path / "x.png"), "--device", "cpu-kernels")
+    assert result.exit_code == 4
+    assert 'pip install "cufuse[plot]"' in result.stderr
+
+
+def test_events_that_are_missing_fail_the_command(monkeypatch, tmp_path):
+    """The timeline is written all the same."""
+    made = dataclasses.replace(
+        trace.decode(Writer(1, np.random.default_rng(0)).buffer, n_layers=1), dropped=7
+    )
+    monkeypatch.setattr(trace.Stepper, "trace", lambda self, name: (made, 3))
+    path = tmp_path / "trace.json"
+    arguments = ("tiny", "-o", str(path), "--layers", "1", "--context", "1")
+    result = run(*arguments, "--device", "cpu-kernels")
+    assert result.exit_code == 1
+    assert "7 events are missing" in result.stderr and path.exists()
