@@ -21,7 +21,7 @@ FLOORS = (
     ("benchmarks",),
     ("model", "__init__"),
     ("engines",),
-    ("ops", "generate", "trace"),
+    ("ops", "generate", "plan", "trace"),
     ("jit", "tiles", "pack", "weights", "state", "checkpoint", "tokenizer", "hub"),
     ("device", "checks", "structs", "reference", "config"),
 )

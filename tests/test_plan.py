@@ -1,0 +1,500 @@
+"""The plan of the decode kernel: it covers a model, is balanced, and nobody is lapped or stuck."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import plan_checks
+import pytest
+from click.testing import CliRunner
+from conftest import to_numpy
+from plan_checks import Stuck, check_coverage, lapped, simulate
+
+from cufuse import config, jit, plan, tiles
+from cufuse.cli import main
+from cufuse.config import Config
+from cufuse.engines import _decode
+from cufuse.plan import Gather, Plan
+from cufuse.tiles import DecodeTile
+
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+HOPPER = plan.target("90a", 132)
+
+DENSE = ("tiny", "smollm2-135m", "qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b")
+# Odd sizes: K that is no whole tile, a last panel of half its rows, three layers with a window on
+# every second, a vocabulary that is no multiple of 16, more KV heads than some grids have CTAs.
+SMALL = {
+    "window": dataclasses.replace(
+        config.preset("tiny"), dim=72, hidden_dim=88, n_heads=6, head_dim=48, n_layers=3,
+        vocab_size=507, window=40, window_every=2,
+    ),
+    "narrow": dataclasses.replace(config.preset("tiny"), hidden_dim=64, vocab_size=512),
+    "many heads": dataclasses.replace(
+        config.preset("tiny"), dim=40, n_heads=12, n_kv_heads=12, head_dim=16, n_layers=1,
+        hidden_dim=232, vocab_size=401,
+    ),
+    # One layer has fewer tiles than a grid of 50 has CTAs, the head more.
+    "wide head": dataclasses.replace(
+        config.preset("tiny"), hidden_dim=64, n_layers=1, vocab_size=1024
+    ),
+}  # fmt: skip
+CONTEXTS = (0, 1, 63, 64, 65, 511, 8191, 32768)
+
+
+def on_hopper(c: Config, context: int, kind=Plan, **options) -> Plan:
+    return kind(c, bfloat16, tiles.decode(c, HOPPER, bfloat16), context, **options)
+
+
+def small(name: str, ctas: int, context: int, kind=Plan, dtype=bfloat16, **options) -> Plan:
+    tile = DecodeTile(ctas, 6, 2048 * np.dtype(dtype).itemsize, 2, "bulk", 1)
+    return kind(SMALL[name], np.dtype(dtype), tile, context, **options)
+
+
+# ---- coverage -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("ctas", [1, 5, 31])
+@pytest.mark.parametrize("name", SMALL)
+def test_every_byte_is_read_once_and_every_row_written_once(name, ctas, context):
+    check_coverage(small(name, ctas, context))
+
+
+@pytest.mark.parametrize("context", [0, 64, 511, 8191])
+@pytest.mark.parametrize("name", DENSE)
+def test_presets_are_covered(name, context):
+    check_coverage(on_hopper(config.preset(name).cut(1), context))
+
+
+@pytest.mark.parametrize("options", [{}, {"n_given": 2}, {"n_given": 2, "all_logits": True}])
+def test_every_token_of_a_launch_is_covered(options):
+    check_coverage(small("window", 7, 63, dtype=np.float32, n_tokens=3, **options))
+
+
+class TileTwice(Plan):
+    """CTA 0 takes a tile of its neighbour too."""
+
+    def tiles_of(self, step, cta):
+        mine = super().tiles_of(step, cta)
+        return (*mine, *super().tiles_of(step, 1)) if cta == 0 and step.phase == "down" else mine
+
+
+class TileLost(Plan):
+    """CTA 0 forgets its last tile."""
+
+    def tiles_of(self, step, cta):
+        mine = super().tiles_of(step, cta)
+        return mine[:-1] if cta == 0 and step.phase == "gate_up" else mine
+
+
+class WrongSplit(Plan):
+    """Every split begins with the last chunk of the one before."""
+
+    def split(self, token, layer):
+        found = super().split(token, layer)
+        return found._replace(first_chunk=max(found.first_chunk - 1, 0))
+
+
+class AscendingFills(Plan):
+    """The ring is filled in another order than it is emptied."""
+
+    def filler(self, cta):
+        return iter(sorted(super().filler(cta), key=lambda fill: (fill.step, fill.tile)))
+
+
+@pytest.mark.parametrize(
+    "kind, says",
+    [
+        (TileTwice, r"down: .* twice"),
+        (TileLost, r"gate_up: .* not at all"),
+        (WrongSplit, "k_cache"),
+        (AscendingFills, "in another order"),
+    ],
+)
+def test_a_plan_that_does_not_cover_is_found(kind, says):
+    check_coverage(small("window", 5, 511))
+    with pytest.raises(AssertionError, match=says):
+        check_coverage(small("window", 5, 511, kind=kind))
+
+
+# ---- balance ------------------------------------------------------------------------------------
+
+# By how much the CTA with the most bytes may be above the mean of 132, at context 512. The layers
+# of SmolLM2 are 2.5 rounds of tiles there: the extra tiles go to the same CTAs again and again.
+OVER_THE_MEAN = {
+    "smollm2-135m": 0.45,
+    "qwen3-0.6b": 0.02,
+    "llama-3.2-1b": 0.015,
+    "llama-3.1-8b": 0.01,
+}
+
+
+class StartsAnew(Plan):
+    """Every phase begins with CTA 0."""
+
+    @functools.cached_property
+    def steps(self):
+        return tuple(step._replace(turn=0) for step in Plan.steps.func(self))
+
+
+def over_the_mean(made: Plan) -> float:
+    load = made.totals()["cta_bytes"]
+    return load["max"] / load["mean"] - 1
+
+
+@pytest.mark.parametrize("name", OVER_THE_MEAN)
+def test_ctas_have_about_as_many_bytes(name):
+    c = config.preset(name)
+    assert over_the_mean(on_hopper(c, 512)) < OVER_THE_MEAN[name]
+    tile = tiles.decode(c, HOPPER, bfloat16)
+    assert over_the_mean(StartsAnew(c, bfloat16, tile, 512)) > OVER_THE_MEAN[name]
+
+
+@pytest.mark.parametrize("context", [0, 511, 8191])
+@pytest.mark.parametrize("name", DENSE)
+def test_ctas_have_as_many_tiles_a_token_but_for_one(name, context):
+    made = on_hopper(config.preset(name), context)
+    counts = [
+        sum(len(made.tiles_of(step, cta)) for step in made.steps) for cta in range(made.tile.ctas)
+    ]
+    assert max(counts) - min(counts) <= 1
+    assert sum(counts) == sum(step.tiles for step in made.steps)
+
+
+# ---- nobody is lapped ---------------------------------------------------------------------------
+
+
+class Patient(Plan):
+    """The kernel with two rules that it lacks, for launches of several tokens.
+
+    Tokens take turns in the places that say what was appended, and a given token waits for the end
+    of the one before: for what everybody drew, or without logits for the whole x.
+    """
+
+    def _appended(self, token, layer, head):
+        found = super()._appended(token, layer, head)
+        at = found.begin + token % 2 * self.config.n_layers * self.config.n_kv_heads
+        return found._replace(begin=at, end=at + 1)
+
+    def embeds(self, token):
+        return (self.drawn(token - 1),) if token and self.has_logits(token - 1) else ()
+
+    def follows(self, token):
+        if not token or self.has_logits(token - 1):
+            return self.embeds(token)
+        c = self.config
+        return (plan.Words("x", 0, c.dim, self.tag(token - 1, c.n_layers - 1)),)
+
+
+SEVERAL = Patient  # what launches of several tokens are checked with
+
+
+DRAWN = {"n_tokens": 3}
+GIVEN = {"n_tokens": 3, "n_given": 3}
+SCORED = {"n_tokens": 3, "n_given": 3, "all_logits": True}
+
+
+@pytest.mark.parametrize("options", [DRAWN, GIVEN, SCORED], ids=["drawn", "given", "scored"])
+@pytest.mark.parametrize("context", [0, 64, 511])
+@pytest.mark.parametrize("ctas", [2, 5, 24])
+@pytest.mark.parametrize("name", SMALL)
+def test_no_words_are_overwritten_before_all_have_read_them(name, ctas, context, options):
+    assert lapped(small(name, ctas, context, kind=SEVERAL, **options)) == []
+
+
+@pytest.mark.parametrize("options", [DRAWN, GIVEN, SCORED], ids=["drawn", "given", "scored"])
+@pytest.mark.parametrize("context", [511])
+@pytest.mark.parametrize("name", DENSE)
+def test_no_words_of_presets_are_overwritten_before_all_have_read_them(name, context, options):
+    assert lapped(on_hopper(config.preset(name).cut(2), context, kind=SEVERAL, **options)) == []
+
+
+@pytest.mark.xfail(
+    strict=True, reason="one place a layer and KV head, and others than its writer read"
+)
+def test_the_place_of_what_was_appended_is_not_taken_too_early():
+    assert lapped(small("narrow", 5, 511, **DRAWN)) == []
+
+
+@pytest.mark.xfail(strict=True, reason="a given token waits for nothing of the one before")
+@pytest.mark.parametrize("options", [GIVEN, SCORED], ids=["given", "scored"])
+def test_a_given_token_does_not_lap_the_one_before(options):
+    assert lapped(small("wide head", 50, 0, **options)) == []
+
+
+class IdleReads(SEVERAL):
+    """A CTA without a tile gathers all the same, and publishes nothing."""
+
+    def multiplier(self, cta):
+        for step in self.steps:
+            if step.phase == "gate_up" and not self.tiles_of(step, cta):
+                yield Gather(self._x(step))
+            yield from (event for event in super().multiplier(cta) if event_step(event) == step)
+
+
+def event_step(event):
+    """The step of an event that has one."""
+    return getattr(event, "step", None)
+
+
+def test_a_reader_that_publishes_nothing_is_found():
+    assert any("middle" in who for who in lapped(small("narrow", 24, 0, kind=IdleReads, **DRAWN)))
+
+
+def test_a_cta_without_a_panel_of_the_head_is_found():
+    made = small("narrow", 200, 0, **DRAWN)  # with 32 panels
+    assert any("best" in who for who in lapped(made))
+
+
+class OnePlace(SEVERAL):
+    """All tokens say in one place that a row is in the cache."""
+
+    def _appended(self, token, layer, head):
+        found = super()._appended(token, layer, head)
+        at = layer * self.config.n_kv_heads + head
+        return found._replace(begin=at, end=at + 1)
+
+
+class GivenAtOnce(SEVERAL):
+    """A given token does not wait for the one before."""
+
+    def follows(self, token):
+        return () if token < self.n_given else self.embeds(token)
+
+    embeds_anyway = SEVERAL.embeds
+
+    def embeds(self, token):
+        return () if token < self.n_given else self.embeds_anyway(token)
+
+
+def test_one_place_for_what_was_appended_is_found():
+    assert any("appended" in who for who in lapped(small("narrow", 5, 511, OnePlace, **DRAWN)))
+
+
+@pytest.mark.parametrize("options", [GIVEN, SCORED], ids=["given", "scored"])
+def test_given_tokens_at_once_are_found(options):
+    assert any(
+        "middle" in who or "x:" in who
+        for who in lapped(small("wide head", 50, 0, GivenAtOnce, **options))
+    )
+
+
+# ---- nobody is stuck ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unfair", [False, True], ids=["any order", "unfair"])
+@pytest.mark.parametrize("options", [DRAWN, GIVEN, SCORED], ids=["drawn", "given", "scored"])
+@pytest.mark.parametrize("context", [0, 64, 300])
+@pytest.mark.parametrize("ctas", [1, 3, 7])
+@pytest.mark.parametrize("name", SMALL)
+def test_roles_come_to_an_end_in_any_order(name, ctas, context, options, unfair):
+    for seed in range(2):
+        simulate(small(name, ctas, context, kind=SEVERAL, **options), seed, unfair=unfair)
+
+
+class Ascending(Plan):
+    """A CTA goes through its splits from the first on, which waits for the others."""
+
+    def tiles_of(self, step, cta):
+        mine = super().tiles_of(step, cta)
+        return mine[::-1] if step.phase == "attention" else mine
+
+
+def stuck(made: Plan, seeds: int = 40) -> str:
+    """What the first simulation that gets stuck says."""
+    for seed in range(seeds):
+        try:
+            simulate(made, seed, unfair=True)
+        except Stuck as error:
+            return str(error)
+    return ""
+
+
+def test_splits_in_ascending_order_wait_for_themselves():
+    assert stuck(small("narrow", 2, 300)) == ""
+    assert "parts" in stuck(small("narrow", 2, 300, kind=Ascending), 1)
+    with pytest.raises(AssertionError, match="waits for itself"):
+        lapped(small("narrow", 2, 300, kind=Ascending))
+
+
+def test_a_simulation_finds_who_is_lapped():
+    assert "middle" in stuck(small("narrow", 24, 0, IdleReads, n_tokens=2))
+    assert "appended" in stuck(small("narrow", 3, 64, OnePlace, **DRAWN))
+
+
+class LostStage(Plan):
+    """One stage is never filled."""
+
+    def filler(self, cta):
+        events = list(super().filler(cta))
+        return iter(events[:-1] if cta == 1 else events)
+
+
+def test_a_stage_that_is_never_filled_is_found():
+    assert "stage" in stuck(small("narrow", 5, 64, kind=LostStage), 1)
+
+
+# ---- the kernel says the same -------------------------------------------------------------------
+
+POSITIONS = sorted(
+    {0, 1, 2, *(64 * n + i for n in (1, 2, 4, 8, 17, 128) for i in (-1, 0, 1)), 32768}
+)
+WINDOWS = (0, 1, 40, 64, 128, 4096)
+SHAPES = {
+    "tiny": (config.preset("tiny"), np.float32, DecodeTile(4, 5, 8192, 2, "bulk", 2)),
+    "window": (SMALL["window"], bfloat16, DecodeTile(3, 6, 4096, 3, "bulk", 1)),
+    "many heads": (SMALL["many heads"], np.float16, DecodeTile(24, 7, 8192, 2, "bulk", 4)),
+    "llama": (config.preset("llama-3.2-1b"), bfloat16, None),
+    "qwen": (config.preset("qwen3-0.6b"), bfloat16, None),
+}
+
+
+@pytest.mark.cpu_kernels
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernel_has_the_same_sizes_and_cuts(to_kernels, name):
+    c, dtype, tile = SHAPES[name]
+    tile = tile or tiles.decode(c, HOPPER, dtype)
+    made = Plan(c, np.dtype(dtype), tile, 0)
+    asked = [(position, window) for position in POSITIONS for window in WINDOWS]
+    outs = {
+        "sizes": np.full(7, -1, np.int32),
+        "regions": np.full(10, -1, np.int32),
+        "cuts": np.full((3, 6), -1, np.int32),
+        "positions": np.array([position for position, _ in asked], np.int32),
+        "windows": np.array([window for _, window in asked], np.int32),
+        "splits": np.full((len(asked), 6), -1, np.int32),
+    }
+    args = {field: to_kernels(array) for field, array in outs.items()}
+    kernel = jit.kernel(
+        "decode_plan.cu",
+        "decode_plan",
+        *_decode.template(c, np.dtype(dtype), tile),
+        root=Path(__file__).parent / "twin" / "primitives",
+    )
+    kernel.launch(1, 32, {**args, "n": len(asked)}, like=args["sizes"])
+    got = {field: to_numpy(array).tolist() for field, array in args.items()}
+
+    assert got["sizes"] == [
+        tiles.decode_shared_bytes(c, dtype, tile),
+        tiles.DECODE_THREADS,
+        made.keys,
+        tiles.most_splits(c),
+        plan.READ_SPLITS,
+        plan.PANEL_GROUPS,
+        plan_checks.PARTIALS,
+    ]
+    regions = tiles.decode_regions(c, dtype, tile).values()
+    assert got["regions"] == [0, *np.cumsum(list(regions)).tolist()]
+    assert got["regions"][-1] == tiles.decode_words(c, dtype, tile)
+    assert got["cuts"] == [list(made.cut(phase)) for phase in ("qkv", "output", "down")]
+    assert got["splits"] == [
+        list(
+            plan.split_cache(
+                position,
+                window,
+                keys=made.keys,
+                split_chunks=tile.split_chunks,
+                most_splits=tiles.most_splits(c),
+            )
+        )
+        for position, window in asked
+    ]
+
+
+def test_panels_are_cut_as_they_are_packed():
+    for k in (8, 40, 72, 576, 1024, 2048, 5120, 14336, 17408):
+        for itemsize in (2, 4):
+            for stage_bytes in (4096, 8192, 16384):
+                cut = plan.cut_panel(k, itemsize, stage_bytes)
+                sizes = [cut.block_bytes(block) for block in range(cut.blocks)]
+                assert sum(sizes) == cut.size_bytes >= 16 * k * itemsize
+                assert max(sizes) <= stage_bytes and min(sizes) > 0
+                assert 4 * cut.quarter_tiles >= cut.block_tiles
+
+
+# ---- in print -----------------------------------------------------------------------------------
+
+
+def test_plan_in_print():
+    made = on_hopper(config.preset("llama-3.2-1b"), 512)
+    found = json.loads(json.dumps(made.as_dict()))
+    assert found["launches"] == 1 and found["hand_offs"] == 16 * 5 + 1
+    rows = {row["phase"]: row for row in found["phases"]}
+    assert list(rows) == [*plan.PHASES, "head"]
+    assert rows["qkv"]["tiles"] == 3072 // 16 and rows["head"]["tiles"] == 128256 // 16
+    weights = sum(
+        row["tiles"] * row["layers"] * made.cut(phase).size_bytes
+        for phase, row in rows.items()
+        if phase != "attention"
+    )
+    assert found["weight_bytes"] == weights
+    assert found["cache_bytes"] == 16 * 2 * 512 * 512 * 2
+    mean = found["cta_bytes"]["mean"]
+    assert math.isclose(132 * mean, weights + found["cache_bytes"], rel_tol=1e-6)
+    shared = found["shared_bytes"]
+    assert sum(shared.values()) == 2 * shared["total"]
+    text = made.text()
+    assert "81 hand-offs" in text and "| gate_up | 16 | 1024 |" in text
+
+
+def test_layers_with_a_window_have_a_row_of_their_own():
+    made = small("window", 5, 511)
+    rows = [row for row in made.rows() if row.phase == "attention"]
+    assert [(row.layers, row.splits) for row in sorted(rows, key=lambda row: row.layers)] == [
+        (1, made.split(0, 1).n_splits),
+        (2, made.split(0, 0).n_splits),
+    ]
+
+
+def kernels_plan(*arguments: str):
+    return CliRunner().invoke(main, ["kernels", "--plan", *arguments])
+
+
+def test_kernels_prints_a_plan():
+    c = config.preset("qwen3-0.6b")
+    made = on_hopper(c, 512)
+    assert kernels_plan(c.name).stdout == made.text() + "\n"
+    assert json.loads(kernels_plan(c.name, "-o", "json").stdout) == made.as_dict()
+    lines = kernels_plan(c.name, "-o", "jsonl").stdout.splitlines()
+    assert [json.loads(line) for line in lines] == made.as_dict()["phases"]
+    head, *rows = kernels_plan(c.name, "-o", "csv").stdout.splitlines()
+    assert head.startswith("phase,layers,tiles,") and len(rows) == 6
+
+
+def test_kernels_plans_for_another_gpu_context_and_dtype():
+    arguments = ("--arch", "86", "--sms", "84", "--context", "100", "--dtype", "fp16", "-o", "json")
+    found = json.loads(kernels_plan("tiny", *arguments).stdout)
+    target = plan.target("86", 84)
+    c = config.preset("tiny")
+    made = Plan(c, np.dtype(np.float16), tiles.decode(c, target, np.dtype(np.float16)), 100)
+    assert found == made.as_dict()
+    assert found["shared_bytes"]["total"] <= target.shared_bytes
+
+
+@pytest.mark.parametrize(
+    "arguments, code, says",
+    [
+        (["tinny"], 4, "did you mean tiny"),
+        (["minilm"], 4, "minilm has layernorm"),
+        (["olmoe-1b-7b"], 4, "olmoe-1b-7b has experts"),
+        (["tiny", "--context", "512"], 2, "the context of tiny is 512"),
+        (["tiny", "--arch", "80,90a"], 2, "one --arch"),
+        (["tiny", "--compile"], 2, "--plan goes with"),
+        (["tiny", "--arch", "77"], 2, "'77' is not one of"),
+    ],
+)
+def test_kernels_says_what_cannot_be_planned(arguments, code, says):
+    result = kernels_plan(*arguments)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert says in result.stderr and "Traceback" not in result.stderr
+
+
+def test_options_of_a_plan_want_a_plan():
+    result = CliRunner().invoke(main, ["kernels", "--context", "3"])
+    assert result.exit_code == 2 and "go with --plan" in result.stderr
