@@ -65,7 +65,10 @@ def soak(
     under_test = Pass(made, engine, context, n_tokens)
     under_test.run()
     on_gpu = device.is_gpu(under_test.drawn)
-    graph, stream, other = (None, None, None)
+    graph: Any = None
+    stream: Any = None
+    other: Any = None
+    busy: Any = None
     if on_gpu:
         cupy = device.require_cupy()
         cupy.cuda.runtime.deviceSynchronize()
