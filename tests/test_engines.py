@@ -23,6 +23,11 @@ def moved(weights, to):
     return weights.map(to)
 
 
+def few(to, on_gpu):
+    """Tokens to decode one by one: the twin takes seconds for one (test_decode.py has more)."""
+    return 2 if to is device.twin else on_gpu
+
+
 def check_prompt(engine, name, rng, to):
     made = small(name)
     tokens = rng.integers(0, made.config.vocab_size, (1, 11)).astype(np.int32)
@@ -49,13 +54,14 @@ def test_reference_in_float32_matches_float64(rng, name):
 @pytest.mark.parametrize("name", DECODERS)
 def test_token_by_token_matches_float64(to_kernels, rng, engine, name):
     made = small(name)
-    tokens = rng.integers(0, made.config.vocab_size, (1, 9)).astype(np.int32)
+    n = 4 + few(to_kernels, 5)
+    tokens = rng.integers(0, made.config.vocab_size, (1, n)).astype(np.int32)
     wanted = oracle(made, tokens)
     weights = moved(made, to_kernels)
     state = State(weights, capacity=12)
     step = engines.get(engine).step
     step(weights, state, to_kernels(tokens[:, :4].copy()))
-    for i in range(4, 9):
+    for i in range(4, n):
         got = step(weights, state, to_kernels(tokens[:, i : i + 1].copy()))
         assert relative_error(got[0], wanted[0, i]) < LOGITS["float32"]
 
@@ -110,7 +116,7 @@ def test_greedy_ids_equal_reference(to_kernels, rng, engine):
         decoder = Decoder(engines.get(name).step, weights, State(weights, capacity=16))
         decoder.prefill(prompt)
         ids[name] = [int(decoder.ids()[0])]
-        for _ in range(8):
+        for _ in range(few(to_kernels, 8)):
             decoder.decode()
             ids[name].append(int(decoder.ids()[0]))
     assert ids[engine] == ids["reference"]
