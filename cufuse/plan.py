@@ -20,7 +20,7 @@ from cufuse.tiles import DecodeTile, Target
 PANEL_ROWS = 16
 PANEL_GROUPS = 4  # of warps, that take the blocks of a panel or the chunks of a cache in turn
 READ_SPLITS = 2  # so many splits are merged by their readers; of more, the first makes one
-APPEND_SLOTS = 1  # places that say that a row is in the cache, taken in turn
+APPEND_SLOTS = 2  # places that say that a row is in the cache, taken in turn
 BEST_SLOTS = 2  # places of what was drawn, taken in turn
 PHASES = ("qkv", "attention", "output", "gate_up", "down")
 
@@ -375,11 +375,14 @@ class Plan:
 
     def embeds(self, token: int) -> tuple[Words, ...]:
         """What a CTA waits for to know a token: Role::token."""
-        return () if token < self.n_given else (self.drawn(token - 1),)
+        return (self.drawn(token - 1),) if token and self.has_logits(token - 1) else ()
 
     def follows(self, token: int) -> tuple[Words, ...]:
-        """What a CTA waits for before it begins with a token."""
-        return self.embeds(token)
+        """What a CTA waits for before it begins with a token: Multiplier::follow."""
+        if not token or self.has_logits(token - 1):
+            return self.embeds(token)
+        c = self.config
+        return (Words("x", 0, c.dim, self.tag(token - 1, c.n_layers - 1)),)
 
     def append_wanted(self, step: Step, tile: int) -> tuple[Words, ...]:
         """What a CTA waits for before it reads rows that this launch appended."""

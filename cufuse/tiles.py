@@ -324,7 +324,7 @@ def decode_regions(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
         "parts": splits * vector(c.q_dim),
         "weights": _round_up(splits * c.n_heads, 16),
         "best": _round_up(4 * tile.ctas, 16),
-        "appended": c.n_layers * c.n_kv_heads,
+        "appended": 2 * c.n_layers * c.n_kv_heads,
     }
 
 

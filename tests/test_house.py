@@ -117,3 +117,13 @@ def test_import_needs_no_gpu_library_and_no_models_extra():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_every_folder_of_kernels_is_installed():
+    import tomllib
+
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    for path in sorted(p for p in KERNELS.rglob("*.cu*") if p.is_file()):
+        package = ".".join(("cufuse", *path.relative_to(ROOT).parent.parts))
+        assert package in tools["packages"], f"pyproject.toml: packages lacks {package}"
+        assert f"*{path.suffix}" in tools["package-data"][package], f"{package} lacks *{path.suffix}"

@@ -122,12 +122,19 @@ struct Role {
   CUFUSE_DEVICE u64* best(int token) const {
     return words(Shape::kBest) + token % 2 * 2 * Shape::kCtas;
   }
+  // Tokens take turns: the next one's row may be there before a slow CTA has looked for this one's.
+  CUFUSE_DEVICE u64* appended(int token, int layer, int head) const {
+    return words(Shape::kAppended) + (token % 2 * Shape::kLayers + layer) * Shape::kKvHeads + head;
+  }
 
   // The token of this step, to every lane of the warp: given, or the one drawn before. -1 if the
-  // logits held a NaN.
+  // logits held a NaN. Where the one before has logits, behind everybody's head: else a given token
+  // could overwrite what a slow CTA has yet to read there.
   CUFUSE_DEVICE int token() {
     if (n() == 0) return launch().first_token;
-    return n() < args.n_given ? args.tokens[n()] : drawn(n() - 1, tag(-1));
+    const bool given = n() < args.n_given;
+    const int before = args.all_logits || !given ? drawn(n() - 1, tag(-1)) : 0;
+    return given ? args.tokens[n()] : before;
   }
 
   // What was drawn behind a token: the best of what every CTA found.
@@ -221,7 +228,7 @@ struct Filler : Role<Shape, kFillerRole> {
   // Keys and values that this very launch appended: the generic stores of another CTA come before
   // the copies of this one.
   CUFUSE_DEVICE void wait_for_append(int layer, int head) {
-    const u64* word = this->words(Shape::kAppended) + layer * Shape::kKvHeads + head;
+    const u64* word = this->appended(this->n() - 1, layer, head);
     const u32 wanted = this->tag(layer) - Shape::kLayers;
     u32 looks = 0;
     while (!has_tag(load_word<Order::acquire>(word), wanted)) {
@@ -261,6 +268,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   CUFUSE_DEVICE void qkv(int layer) {
     const int first = this->take(Shape::kQkvPanels);
     if (first >= Shape::kQkvPanels) return;
+    if (layer == 0) follow();
     const T* row = layer == 0 ? this->embedding_row(this->token()) : nullptr;
     gather_normalized(row, this->words(Shape::kX), this->tag(layer - 1),
                       this->args.attn_norm + layer * Shape::kDim);
@@ -327,6 +335,18 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const unsigned char* bytes = Ring::wait(stage, this->watch);
     this->tracer.waited(kWaitingForWeights, since);
     return bytes;
+  }
+
+  // A given token needs nothing of the one before. It waits for its end all the same: else who has
+  // no part in its first phases could find overwritten what it has yet to read of the last ones.
+  CUFUSE_DEVICE void follow() {
+    if (this->n() == 0 || this->n() >= this->args.n_given || this->args.all_logits) return;
+    const u64* words = this->words(Shape::kX);
+    const u32 tag = this->tag(-1);
+#pragma unroll 1
+    for (int pair = thread_here(); pair < Shape::kDim / kPerWord<T> / 2; pair += kThreads) {
+      settle(look_pair(words + 2 * pair), words + 2 * pair, tag, this->watch);
+    }
   }
 
   // One thread looks at the word that is expected last until it is there; then all look at once.
@@ -569,8 +589,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     this->tracer.begin(kMerging);
     sync();
     if (merges && thread_here() == 0 && this->args.n_tokens > 1) {
-      store_word<Order::release>(this->words(Shape::kAppended) + layer * Shape::kKvHeads + kv_head,
-                                 tagged(0, tag));
+      store_word<Order::release>(this->appended(this->n(), layer, kv_head), tagged(0, tag));
     }
     const int groups = min(count, kPanelGroups);  // that saw a chunk
 #pragma unroll 1

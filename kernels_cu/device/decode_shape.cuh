@@ -146,8 +146,8 @@ struct DecodeShape {
   static constexpr int kParts = kHiddenWords + words(kHidden);          // [splits][q_dim]
   static constexpr int kWeights = kParts + kMostSplits * words(kQDim);  // [splits, heads] float32
   static constexpr int kBest = kWeights + round_up(kMostSplits * kHeads, 16);  // [2, ctas, 2]
-  static constexpr int kAppended = kBest + round_up(2 * kCtas * 2, 16);        // [layers, kv_heads]
-  static constexpr int kWords = kAppended + kLayers * kKvHeads;
+  static constexpr int kAppended = kBest + round_up(2 * kCtas * 2, 16);  // [2, layers, kv_heads]
+  static constexpr int kWords = kAppended + 2 * kLayers * kKvHeads;
 
   // Threads: warps that multiply, one that finishes their sums, one that fills the ring.
   static constexpr int kFinisher = kPanelWarps;
@@ -179,6 +179,7 @@ struct DecodeShape {
 
   static_assert(kDim % 8 == 0 && kHidden % 8 == 0, "vectors travel in whole words");
   static_assert(Ring::kStages > kPanelGroups, "every group has a stage");
+  static_assert(kCtas <= kHeadPanels, "a CTA without a part in the head would run ahead");
 };
 
 }  // namespace cufuse
