@@ -54,6 +54,7 @@ class State:
         self.tokens_per_launch = tokens_per_launch
         self.capacity = capacity
         self.length = 0  # tokens in the cache: what `start` holds, known to the host
+        self.unfinished = False  # a step of several launches was interrupted between two of them
         self.like = weights.embedding
         # Whole accesses however long a row of scores is: bits do not depend on the capacity.
         padded = -(-capacity // _PADDING) * _PADDING

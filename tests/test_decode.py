@@ -255,6 +255,35 @@ def test_a_launch_that_gives_up_says_so_and_the_next_one_is_right(
     assert state.length == int(to_numpy(state.start)[0]) == 2
 
 
+def test_a_step_interrupted_between_its_launches_leaves_nothing_that_looks_new(
+    one_case, rng, monkeypatch
+):
+    case, launch = one_case, _decode.launch
+    tokens = case.tokens(rng, 2)
+    state = case.state()
+    first, second = (case.to(tokens[:, i : i + 1].copy()) for i in range(2))
+    FUSED.step(case.weights, state, first)
+    before = int(to_numpy(_decode.control(state))[0])
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        if options["phase"] == "gate_up":
+            raise KeyboardInterrupt
+        return launch(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_decode, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            FUSED.step(case.weights, state, second)
+    assert state.length == int(to_numpy(state.start)[0]) == 1
+
+    logits = FUSED.step(case.weights, state, second)
+    assert relative_error(logits[0], oracle(case.host, tokens)[0, 1]) < (
+        LOGITS[case.host.dtype.name]
+    )
+    after = int(to_numpy(_decode.control(state))[0])
+    assert after == before + 2 * case.config.n_layers  # the tags of the lost step are left out
+
+
 # ---- what mega does not take --------------------------------------------------------------------
 
 

@@ -126,4 +126,5 @@ def test_every_folder_of_kernels_is_installed():
     for path in sorted(p for p in KERNELS.rglob("*.cu*") if p.is_file()):
         package = ".".join(("cufuse", *path.relative_to(ROOT).parent.parts))
         assert package in tools["packages"], f"pyproject.toml: packages lacks {package}"
-        assert f"*{path.suffix}" in tools["package-data"][package], f"{package} lacks *{path.suffix}"
+        kinds = tools["package-data"][package]
+        assert f"*{path.suffix}" in kinds, f"pyproject.toml: {package} lacks *{path.suffix}"

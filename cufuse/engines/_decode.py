@@ -309,6 +309,16 @@ def launch(
     return logits
 
 
+def skip_tags(state: State) -> None:
+    """Leave out the tags of an interrupted step: its words must not look new to the next one."""
+    jit.kernel("unfused/advance.cu", "advance").launch(
+        1,
+        32,
+        {"start": state.control[:1].view(np.int32), "batch": 1, "n": state.config.n_layers},
+        like=state.start,
+    )
+
+
 def size_bytes(weights: Weights, state: State, n_tokens: int, phase: str | None = None) -> int:
     """Bytes that a launch has to read: weights once a token, and the cache so far."""
     c, arrays = weights.config, prepare(weights).arrays

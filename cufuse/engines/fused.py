@@ -74,10 +74,14 @@ def _by_phases(
             layer=layer,
         )
 
+    if state.unfinished:
+        _decode.skip_tags(state)
+    state.unfinished = True
     for layer in range(weights.config.n_layers):
         for phase in _decode.LAYER_PHASES:
             launch(phase, layer)
     logits = launch("head")
+    state.unfinished = False
     state.length += 1
     return logits
 
