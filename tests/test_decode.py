@@ -277,9 +277,8 @@ def test_a_step_interrupted_between_its_launches_leaves_nothing_that_looks_new(
     assert state.length == int(to_numpy(state.start)[0]) == 1
 
     logits = FUSED.step(case.weights, state, second)
-    assert relative_error(logits[0], oracle(case.host, tokens)[0, 1]) < (
-        LOGITS[case.host.dtype.name]
-    )
+    wanted = oracle(case.host, tokens)[0, 1]
+    assert relative_error(logits[0], wanted) < LOGITS[case.host.dtype.name]
     after = int(to_numpy(_decode.control(state))[0])
     assert after == before + 2 * case.config.n_layers  # the tags of the lost step are left out
 
