@@ -19,7 +19,6 @@ _PLACES = {
     1: "weights from memory",
     2: "room in its ring",
     3: "the words of another SM",
-    4: "the sums of its warps",
 }
 
 

@@ -24,6 +24,12 @@ RAN: set[str] = set()  # the file and the name of every kernel that ran on the t
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Another seed interleaves the twin's threads differently in every test."""
     parser.addoption("--twin-seed", type=int, default=0, help="interleaves the twin's threads")
+    parser.addoption(
+        "--twin-share",
+        type=int,
+        default=1,
+        help="of a test's cases on the twin run every n-th, with another seed others; no slow ones",
+    )
     parser.addoption("--kernels-ran", type=Path, help="append the twin's kernels to this file")
 
 
@@ -56,8 +62,24 @@ def twin_seed(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _of_share(items: list[pytest.Item], share: int, seed: int) -> list[pytest.Item]:
+    """Keep every share-th case of each test on the twin, at least one."""
+    cases: dict[tuple[Any, ...], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("cpu_kernels") and not item.get_closest_marker("slow"):
+            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    return [
+        item for found in cases.values() for item in found[seed % min(share, len(found)) :: share]
+    ]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU the gpu tests do not run; nothing else is ever skipped."""
+    share = config.getoption("--twin-share")
+    if share > 1:
+        kept = _of_share(items, share, config.getoption("--twin-seed"))
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
     if device.gpu_available():
         return
     for item in items:

@@ -147,7 +147,7 @@ def test_engine_without_hidden_states_is_judged_by_logits(monkeypatch, rng, dtyp
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("twin", marks=pytest.mark.cpu_kernels),
+        pytest.param("twin", marks=[pytest.mark.cpu_kernels, pytest.mark.slow]),
         pytest.param("cupy", marks=pytest.mark.gpu),
     ],
 )
@@ -225,8 +225,10 @@ def test_ops_table_counts_launches_and_bytes():
 @pytest.mark.cpu_kernels
 @pytest.mark.parametrize(
     "arguments",
-    [("linear", "--size", "3x24x16"), ("-m", "tiny", "-d", "8", "-n", "2")],
-    ids=["op", "decode"],
+    [
+        pytest.param(("linear", "--size", "3x24x16"), id="op"),
+        pytest.param(("-m", "tiny", "-d", "8", "-n", "2"), id="decode", marks=pytest.mark.slow),
+    ],
 )
 def test_kernels_on_the_cpu_are_checked_and_not_timed(arguments):
     engines = ("-e", "reference,unfused,fused")

@@ -151,6 +151,7 @@ def test_model_without_tokenizer_wants_ids(cufuse):
     assert_fails(generate(cufuse, "Hello"), 2, "no tokenizer; give ids, such as --ids 1,2,3")
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_kernels
 def test_kernels_on_the_cpu_say_the_same_and_are_said_to_be_slow(cufuse):
     arguments = ("generate", "--model", "tiny", "--dtype", "float32", "--ids", "1,2,3", "-n", "3")

@@ -349,6 +349,7 @@ def check_step(found: trace.Trace) -> None:
     assert [p.name for p in trace.phases(found)] == [*trace.PHASES, trace.HEAD]
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_kernels
 def test_the_twin_draws_the_same_token_traced():
     found, traced, plain = traced_and_not(device.twin)
@@ -381,6 +382,7 @@ def run(*arguments: str):
     return CliRunner().invoke(main, ["trace", *arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_kernels
 def test_command_writes_a_timeline(monkeypatch, tmp_path):
     monkeypatch.setitem(PRESETS, "smallest", dataclasses.replace(SMALLEST, n_layers=2))
