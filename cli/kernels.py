@@ -236,5 +236,5 @@ def _print_rows(rows: Sequence[dict[str, Any]], form: str) -> None:
         csv.writer(out, lineterminator="\n").writerows([names, *texts])
         click.echo(out.getvalue(), nl=False)
         return
-    for row in (names, ["---"] * len(names), *texts):
-        click.echo("| " + " | ".join(text.splitlines()[0] if text else "" for text in row) + " |")
+    for line in (names, ["---"] * len(names), *texts):
+        click.echo("| " + " | ".join(text.splitlines()[0] if text else "" for text in line) + " |")
