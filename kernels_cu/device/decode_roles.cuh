@@ -989,4 +989,24 @@ struct Finisher : Role<Shape, kFinisherRole> {
   }
 };
 
+// ---- a launch
+
+// Every warp in its role: walk(role) by all of its lanes.
+template <typename Shape, typename Walk>
+CUFUSE_DEVICE void run_roles(const DecodeArgs<typename Shape::T>& args, const Walk& walk) {
+  if (threadIdx.x == 0) begin_launch<Shape>(args);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    atomic_add<Order::release>(args.control + kControlArrived, 1u);
+  }
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp == Shape::kFiller) {
+    walk(Filler<Shape>(args));
+  } else if (warp == Shape::kFinisher) {
+    walk(Finisher<Shape>(args));
+  } else {
+    walk(Multiplier<Shape>(args));
+  }
+}
+
 }  // namespace cufuse

@@ -50,19 +50,7 @@ __global__ void __launch_bounds__((kPanelWarps + 2) * 32, 1)
   using Shape = DecodeShape<T, kAct, kRounding, kPairing, kQkNorm, kDim, kHidden, kHeads, kKvHeads,
                             kHeadDim, kRotary, kVocab, kLayers, kCtas, kStages, kStageBytes,
                             kWindow, kCopies, kSplitChunks, kTrace>;
-  if (threadIdx.x == 0) begin_launch<Shape>(args);
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    atomic_add<Order::release>(args.control + kControlArrived, 1u);
-  }
-  const int warp = uniform(threadIdx.x / 32);
-  if (warp == Shape::kFiller) {
-    walk<kPhase>(Filler<Shape>(args), args.layer);
-  } else if (warp == Shape::kFinisher) {
-    walk<kPhase>(Finisher<Shape>(args), args.layer);
-  } else {
-    walk<kPhase>(Multiplier<Shape>(args), args.layer);
-  }
+  run_roles<Shape>(args, [&](auto role) { walk<kPhase>(role, args.layer); });
 }
 
 }  // namespace cufuse

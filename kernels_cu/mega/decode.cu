@@ -53,19 +53,7 @@ __global__ void __launch_bounds__((kPanelWarps + 2) * 32, 1)
   using Shape = DecodeShape<T, kAct, kRounding, kPairing, kQkNorm, kDim, kHidden, kHeads, kKvHeads,
                             kHeadDim, kRotary, kVocab, kLayers, kCtas, kStages, kStageBytes,
                             kWindow, kCopies, kSplitChunks, kTrace>;
-  if (threadIdx.x == 0) begin_launch<Shape>(args);
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    atomic_add<Order::release>(args.control + kControlArrived, 1u);
-  }
-  const int warp = uniform(threadIdx.x / 32);
-  if (warp == Shape::kFiller) {
-    walk(Filler<Shape>(args), args.n_tokens, kLayers);
-  } else if (warp == Shape::kFinisher) {
-    walk(Finisher<Shape>(args), args.n_tokens, kLayers);
-  } else {
-    walk(Multiplier<Shape>(args), args.n_tokens, kLayers);
-  }
+  run_roles<Shape>(args, [&](auto role) { walk(role, args.n_tokens, kLayers); });
 }
 
 }  // namespace cufuse
