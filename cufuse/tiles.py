@@ -232,11 +232,11 @@ class DecodeTile:
 def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
     """Choose the tile of a model's decode step; raises Unsupported where none fits.
 
-    Measured on an H200, bf16, 512 tokens in the cache, us a token, 2026-11-30: Llama-3.2-1B with a
-    window of 2, 3 and 4 stages 651, 635 and 684, with a ring of 10 stages instead of 12 656, and
-    with 2, 3 and 4 chunks a split 640, 641 and 640; Qwen3-0.6B with a window of 2, 3 and 4 530, 545
-    and 578, with 2, 3 and 4 chunks 534, 551 and 530. A small model waits for its hand-offs, and
-    they wait behind what is on its way from memory.
+    Measured on an H200, bf16, 512 tokens in the cache, us a token, 2026-11-30, all rows in
+    benchmarks/results: Llama-3.2-1B with a window of 2 and 3 stages 655 and 640, with 2, 3 and 4
+    chunks a split 641, 641 and 640; Qwen3-0.6B with a window of 2 and 3 530 and 545, with 2, 3 and
+    4 chunks 554, 551 and 545. A window of 4 was slower than 3 for both at an earlier commit. A
+    small model waits for its hand-offs, and they wait behind what is on its way from memory.
     """
     bulk = target.arch == "twin" or int(target.arch.rstrip("af")) >= 90
     ctas = min(target.sm_count, -(-config.vocab_size // 16))

@@ -230,14 +230,14 @@ def test_a_launch_that_gives_up_says_so_and_the_next_one_is_right(
     ids = case.to(np.full(1, -1, np.int32))
     first, second = (case.to(tokens[:, i : i + 1].copy()) for i in range(2))
     FUSED.step(case.weights, state, first)
-    _decode.check_fault(state)  # there is none
+    state.check_fault()  # there is none
 
     if device.kind(state.start) == "twin":
         with monkeypatch.context() as none:
             none.setattr(_decode, "_TWIN_BUDGET_SECONDS", 0.0)
             MEGA.step_and_draw(case.weights, state, second, Sampling(), ids=ids)
     else:  # where nothing waits for long: a thread says that it has
-        _decode.control(state)[1] = 3
+        state.control[1] = 3
         MEGA.step_and_draw(case.weights, state, second, Sampling(), ids=ids)
     assert int(to_numpy(ids)[0]) == -2
     # Until the host has seen it every launch says so.
@@ -245,11 +245,11 @@ def test_a_launch_that_gives_up_says_so_and_the_next_one_is_right(
     FUSED.step_and_draw(case.weights, state, second, Sampling(), ids=ids)
     assert int(to_numpy(ids)[0]) == -2
     with pytest.raises(KernelStopped, match="gave up waiting for"):
-        _decode.check_fault(state)
+        state.check_fault()
     assert state.length == int(to_numpy(state.start)[0]) == 1
 
     logits = engine.step(case.weights, state, second)
-    _decode.check_fault(state)
+    state.check_fault()
     wanted = oracle(case.host, tokens)[0, 1]
     assert relative_error(logits[0], wanted) < LOGITS[case.host.dtype.name]
     assert state.length == int(to_numpy(state.start)[0]) == 2
@@ -263,7 +263,7 @@ def test_a_step_interrupted_between_its_launches_leaves_nothing_that_looks_new(
     state = case.state()
     first, second = (case.to(tokens[:, i : i + 1].copy()) for i in range(2))
     FUSED.step(case.weights, state, first)
-    before = int(to_numpy(_decode.control(state))[0])
+    before = int(to_numpy(state.control)[0])
 
     def interrupted(*args: Any, **options: Any) -> Any:
         if options["phase"] == "gate_up":
@@ -279,7 +279,7 @@ def test_a_step_interrupted_between_its_launches_leaves_nothing_that_looks_new(
     logits = FUSED.step(case.weights, state, second)
     wanted = oracle(case.host, tokens)[0, 1]
     assert relative_error(logits[0], wanted) < LOGITS[case.host.dtype.name]
-    after = int(to_numpy(_decode.control(state))[0])
+    after = int(to_numpy(state.control)[0])
     assert after == before + 2 * case.config.n_layers  # the tags of the lost step are left out
 
 

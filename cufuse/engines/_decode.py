@@ -278,7 +278,7 @@ def launch(
         "ids": ids,
         "logits": logits,
         "start": state.start,
-        "control": control(state),
+        "control": state.control,
         "words": state.zeroed("words", (tiles.decode_words(c, weights.dtype, tile),), np.uint64),
         "trace": trace,
         "budget_ns": int(seconds * 1e9),
@@ -333,13 +333,3 @@ def size_bytes(weights: Weights, state: State, n_tokens: int, phase: str | None 
     if phase == "head":
         return once(_HEAD)
     return (once(LAYER_PHASES[phase]) + (cache if phase == "attention" else 0)) // c.n_layers
-
-
-def control(state: State) -> Array:
-    """Return the words in which a kernel counts, and says where it gave up."""
-    return state.control
-
-
-def check_fault(state: State) -> None:
-    """Raise KernelStopped when a kernel gave up waiting; see `State.check_fault`."""
-    state.check_fault()
