@@ -53,7 +53,7 @@ Examples:
     default="rows",
     show_default=True,
     help="How the prompt is read: many rows at once, or (mega) token after token in one launch, "
-    "with the bits of the tokens that follow; rows is faster.",
+    "with the bits of the tokens that follow; rows reads the weights once for many tokens.",
 )
 @click.option(
     "--tokens-per-launch",
