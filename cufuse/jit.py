@@ -555,13 +555,26 @@ def samples(root: Path | None = None) -> list[Kernel]:
         if not lines:
             raise ValueError(f"{folder.name}/{file} has no `// instantiate:` line")
         for name, arguments in lines:
-            words = [word.strip() for word in arguments.split(",")] if arguments else []
-            values = (_template_value(word) for word in words)
-            found.append(kernel(file, name, *values, root=root))
+            found.append(kernel(file, name, *_template_values(arguments), root=root))
     return found
 
 
+def _template_values(text: str) -> list[Any]:
+    """Read C++ template arguments; those of a type in between become its text."""
+    words, depth = [""], 0
+    for letter in text:
+        depth += (letter == "<") - (letter == ">")
+        if letter == "," and depth == 0:
+            words.append("")
+        else:
+            words[-1] += letter
+    return [_template_value(word.strip()) for word in words] if text else []
+
+
 def _template_value(word: str) -> Any:
+    if word.endswith(">"):
+        name, _, arguments = word[:-1].partition("<")
+        return f"{name}<{', '.join(map(cpp, _template_values(arguments)))}>"
     return _WORDS[word] if word in _WORDS else int(word) if word.lstrip("-").isdigit() else word
 
 

@@ -215,8 +215,8 @@ def _arrays(weights: Weights) -> dict[str, Array]:
 
 
 def template(c: Config, dtype: Any, tile: DecodeTile, *, trace: bool = False) -> tuple[Any, ...]:
-    """Return the kernels' template values."""
-    return (
+    """Return the kernels' template values: their shape."""
+    values = (
         np.dtype(dtype),
         f"Act::{c.activation}",
         f"Rounding::{c.norm_rounding}",
@@ -238,6 +238,7 @@ def template(c: Config, dtype: Any, tile: DecodeTile, *, trace: bool = False) ->
         tile.split_chunks,
         trace,
     )
+    return (f"DecodeShape<{', '.join(map(jit.cpp, values))}>",)
 
 
 def launch(

@@ -2,9 +2,9 @@
 // there in a row, so the bits are the same, and what a phase hands on stays in the words between
 // CTAs. Five launches a layer, and the head's, which counts the token. Bounded by reading the
 // phase's weights once, behind a ring that starts empty.
-// instantiate: decode_phase<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 3, Copies::bulk, 2, false, Phase::attention>
-// instantiate: decode_phase<half, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, Copies::bulk, 2, false, Phase::head>
-// instantiate: decode_phase<float, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, Copies::async, 2, false, Phase::qkv>
+// instantiate: decode_phase<DecodeShape<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 3, Copies::bulk, 2, false>, Phase::attention>
+// instantiate: decode_phase<DecodeShape<half, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, Copies::bulk, 2, false>, Phase::head>
+// instantiate: decode_phase<DecodeShape<float, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, Copies::async, 2, false>, Phase::qkv>
 #include "device/decode_roles.cuh"
 
 namespace cufuse {
@@ -24,32 +24,9 @@ CUFUSE_DEVICE void walk(AnyRole role, int layer) {
   role.end();
 }
 
-template <typename T,
-          Act kAct,
-          Rounding kRounding,
-          Pairing kPairing,
-          bool kQkNorm,
-          int kDim,
-          int kHidden,
-          int kHeads,
-          int kKvHeads,
-          int kHeadDim,
-          int kRotary,
-          int kVocab,
-          int kLayers,
-          int kCtas,
-          int kStages,
-          int kStageBytes,
-          int kWindow,
-          Copies kCopies,
-          int kSplitChunks,
-          bool kTrace,
-          Phase kPhase>
-__global__ void __launch_bounds__((kPanelWarps + 2) * 32, 1)
-    decode_phase(const __grid_constant__ DecodeArgs<T> args) {
-  using Shape = DecodeShape<T, kAct, kRounding, kPairing, kQkNorm, kDim, kHidden, kHeads, kKvHeads,
-                            kHeadDim, kRotary, kVocab, kLayers, kCtas, kStages, kStageBytes,
-                            kWindow, kCopies, kSplitChunks, kTrace>;
+template <typename Shape, Phase kPhase>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    decode_phase(const __grid_constant__ DecodeArgs<typename Shape::T> args) {
   run_roles<Shape>(args, [&](auto role) { walk<kPhase>(role, args.layer); });
 }
 

@@ -2,9 +2,9 @@
 // and the draw of the next token. One CTA an SM; the roles of its warps walk through the model side
 // by side and meet in shared memory, the CTAs meet in words that carry their own flag. Bounded by
 // reading every weight once, and by what one phase has to wait for the one before.
-// instantiate: decode<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 3, Copies::bulk, 2, false>
-// instantiate: decode<half, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, Copies::bulk, 2, false>
-// instantiate: decode<float, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, Copies::async, 2, true>
+// instantiate: decode<DecodeShape<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 3, Copies::bulk, 2, false>>
+// instantiate: decode<DecodeShape<half, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, Copies::bulk, 2, false>>
+// instantiate: decode<DecodeShape<float, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, Copies::async, 2, true>>
 #include "device/decode_roles.cuh"
 
 namespace cufuse {
@@ -28,32 +28,10 @@ CUFUSE_DEVICE void walk(AnyRole role, int n_tokens, int n_layers) {
   role.end();
 }
 
-template <typename T,
-          Act kAct,
-          Rounding kRounding,
-          Pairing kPairing,
-          bool kQkNorm,
-          int kDim,
-          int kHidden,
-          int kHeads,
-          int kKvHeads,
-          int kHeadDim,
-          int kRotary,
-          int kVocab,
-          int kLayers,
-          int kCtas,
-          int kStages,
-          int kStageBytes,
-          int kWindow,
-          Copies kCopies,
-          int kSplitChunks,
-          bool kTrace>
-__global__ void __launch_bounds__((kPanelWarps + 2) * 32, 1)
-    decode(const __grid_constant__ DecodeArgs<T> args) {
-  using Shape = DecodeShape<T, kAct, kRounding, kPairing, kQkNorm, kDim, kHidden, kHeads, kKvHeads,
-                            kHeadDim, kRotary, kVocab, kLayers, kCtas, kStages, kStageBytes,
-                            kWindow, kCopies, kSplitChunks, kTrace>;
-  run_roles<Shape>(args, [&](auto role) { walk(role, args.n_tokens, kLayers); });
+template <typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    decode(const __grid_constant__ DecodeArgs<typename Shape::T> args) {
+  run_roles<Shape>(args, [&](auto role) { walk(role, args.n_tokens, Shape::kLayers); });
 }
 
 }  // namespace cufuse

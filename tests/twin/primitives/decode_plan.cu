@@ -1,6 +1,6 @@
 // What follows from the sizes of a decode step, and how it cuts panels and the cache, for a
 // comparison with cufuse/plan.py.
-// instantiate: decode_plan<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 10, 16384, 3, Copies::bulk, 2, false>
+// instantiate: decode_plan<DecodeShape<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 10, 16384, 3, Copies::bulk, 2, false>>
 // needs: 80
 #include "device/decode_roles.cuh"
 
@@ -23,30 +23,8 @@ CUFUSE_DEVICE void tell(int* cut) {
   for (int i = 0; i < 6; ++i) cut[i] = found[i];
 }
 
-template <typename T,
-          Act kAct,
-          Rounding kRounding,
-          Pairing kPairing,
-          bool kQkNorm,
-          int kDim,
-          int kHidden,
-          int kHeads,
-          int kKvHeads,
-          int kHeadDim,
-          int kRotary,
-          int kVocab,
-          int kLayers,
-          int kCtas,
-          int kStages,
-          int kStageBytes,
-          int kWindow,
-          Copies kCopies,
-          int kSplitChunks,
-          bool kTrace>
+template <typename Shape>
 __global__ void decode_plan(const DecodePlanArgs args) {
-  using Shape = DecodeShape<T, kAct, kRounding, kPairing, kQkNorm, kDim, kHidden, kHeads, kKvHeads,
-                            kHeadDim, kRotary, kVocab, kLayers, kCtas, kStages, kStageBytes,
-                            kWindow, kCopies, kSplitChunks, kTrace>;
   if (threadIdx.x > 0) return;
   const int sizes[] = {Shape::kSharedBytes, Shape::kThreads,    Shape::Cache::kKeys,
                        Shape::kMostSplits,  Shape::kReadSplits, kPanelGroups,
@@ -56,9 +34,9 @@ __global__ void decode_plan(const DecodePlanArgs args) {
                          Shape::kHiddenWords, Shape::kParts,  Shape::kWeights, Shape::kBest,
                          Shape::kAppended,    Shape::kWords};
   for (int i = 0; i < 10; ++i) args.regions[i] = regions[i];
-  tell<typename Shape::template Panel<kDim>>(args.cuts);
+  tell<typename Shape::template Panel<Shape::kDim>>(args.cuts);
   tell<typename Shape::template Panel<Shape::kQDim>>(args.cuts + 6);
-  tell<typename Shape::template Panel<kHidden>>(args.cuts + 12);
+  tell<typename Shape::template Panel<Shape::kHidden>>(args.cuts + 12);
   for (int i = 0; i < args.n; ++i) {
     const CacheSplit split = split_cache<Shape>(args.positions[i], args.windows[i]);
     const int found[] = {split.span.first, split.span.last, split.first_chunk,
