@@ -138,7 +138,7 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     try:
         sampling.check()
-        functions(engine, sampling, prefill=prefill, tokens_per_launch=tokens_per_launch)
+        functions(engine, prefill=prefill, tokens_per_launch=tokens_per_launch)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     text = _prompt(prompt)

@@ -85,7 +85,7 @@ class Model:
         sampling = loop.Sampling(temperature, top_k, top_p, min_p, seed)
         sampling.check()
         functions = engines.functions(
-            self._engine(engine), sampling, prefill=prefill, tokens_per_launch=tokens_per_launch
+            self._engine(engine), prefill=prefill, tokens_per_launch=tokens_per_launch
         )
         return loop.generate(
             weights=self.weights,

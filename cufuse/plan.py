@@ -121,7 +121,8 @@ class Words(NamedTuple):
     """Values [begin, end) of what CTAs hand to each other, as they are in one step.
 
     Of "parts" a value is [split, q_dim], of "weights" [split, n_heads], of "best" [slot, ctas] and
-    of "appended" [slot, layers, kv_heads]; "logits" are values of the model's output.
+    of "appended" [slot, layers, kv_heads]; "logits" are values of the model's output, and "drawn"
+    is an id.
     """
 
     region: str
@@ -180,6 +181,13 @@ class Attend(NamedTuple):
     result: tuple[Words, ...]
 
 
+class Draw(NamedTuple):
+    """All groups look at words, and draw from the logits behind them."""
+
+    words: tuple[Words, ...]
+    result: tuple[Words, ...]
+
+
 class Finish(NamedTuple):
     """Add the partial sums of a panel."""
 
@@ -187,7 +195,7 @@ class Finish(NamedTuple):
     tile: int
 
 
-Event = Wait | Publish | Fill | Gather | Multiply | Attend | Finish
+Event = Wait | Publish | Fill | Gather | Multiply | Attend | Draw | Finish
 
 
 # ---- the plan -----------------------------------------------------------------------------------
@@ -220,6 +228,7 @@ class Plan:
     n_tokens: int = 1
     n_given: int = 1  # tokens of the launch that are not drawn in it
     all_logits: bool = False
+    filtered: bool = False  # CTA 0 draws, from what top-k, top-p and min-p leave
 
     # ---- sizes
 
@@ -305,7 +314,7 @@ class Plan:
 
     def keeps_logits(self, token: int) -> bool:
         """Tell whether a token's logits are stored and not only drawn from."""
-        return self.all_logits or token + 1 == self.n_tokens
+        return self.all_logits or self.filtered or token + 1 == self.n_tokens
 
     def tiles_of(self, step: Step, cta: int) -> range:
         """The tiles of a CTA, in its order: of attention the last first.
@@ -366,12 +375,17 @@ class Plan:
         """What tells the words of a step from others of the same place."""
         return token * self.config.n_layers + layer
 
-    def drawn(self, token: int) -> Words:
+    def best(self, token: int) -> Words:
         """What every CTA found likeliest behind a token."""
         begin = token % BEST_SLOTS * self.tile.ctas
         return Words(
             "best", begin, begin + self.tile.ctas, self.tag(token, self.config.n_layers - 1)
         )
+
+    def drawn(self, token: int) -> Words:
+        """What is looked at to know what was drawn behind a token."""
+        best = self.best(token)
+        return Words("drawn", 0, 1, best.tag) if self.filtered else best
 
     def embeds(self, token: int) -> tuple[Words, ...]:
         """What a CTA waits for to know a token: Role::token."""
@@ -501,6 +515,10 @@ class Plan:
                 for tile in mine:
                     yield Multiply(step, tile, blocks, group)
                     group = (group + blocks) % PANEL_GROUPS
+                if step.phase == "head" and self.filtered and cta == 0:
+                    best, drawn = self.best(step.token), self.drawn(step.token)
+                    logits = Words("logits", 0, self.config.vocab_size, best.tag)
+                    yield Draw((best, logits), (drawn,))
 
     def finisher(self, cta: int) -> Iterator[Event]:
         """List what finishes sums and hands them on."""
@@ -510,15 +528,17 @@ class Plan:
             mine = self.tiles_of(step, cta)
             if mine and step.phase == "output" and step.layer == 0:
                 yield Wait(self.embeds(step.token))
+            if step.phase == "head" and self.filtered:
+                yield Wait(self.embeds(step.token))  # before it overwrites the logits
             for tile in mine:
                 yield Finish(step, tile)
                 yield Wait(self._residual(step, tile))
                 yield Publish(self._product(step, tile))
             if step.phase == "head":
-                words = self.drawn(step.token)
+                words = self.best(step.token)
                 yield Publish((words._replace(begin=words.begin + cta, end=words.begin + cta + 1),))
                 if cta == 0:
-                    yield Wait((words,))
+                    yield Wait((self.drawn(step.token),))
 
     # ---- in print
 

@@ -284,15 +284,18 @@ def decode_shared(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
     itemsize = np.dtype(dtype).itemsize
     group = c.n_heads // c.n_kv_heads
     row_bytes = c.head_dim * itemsize
-    launch = 128
+    launch, threads = 128, _PANEL_WARPS * 32
     ring = tile.stages * (tile.stage_bytes + 256 + 16)
     fragments = 32 * _packed_tiles(max(c.dim, c.q_dim, c.hidden_dim), itemsize)
     merge = 4 * group * (c.head_dim + 8 + cache_keys(c, dtype, tile) + 8) * 4
+    # Bins for a draw with filters, where x and partial sums are when there are any.
+    sums = 4 * _PANEL_WARPS * 16 * 4
+    bins = 2 * threads * 8 + threads // 32 * 8 + 16 - sums
     return {
         "launch": launch,
         "ring": _round_up(launch + ring, 128) - launch,
-        "x": _round_up(max(fragments, merge), 16),
-        "partial sums": 4 * _PANEL_WARPS * 16 * 4 + 16,
+        "x": _round_up(max(fragments, merge, bins), 16),
+        "partial sums": sums + 16,
         "norm": _PANEL_WARPS * 4,
         "head rows": _round_up((group + 2) * row_bytes, 16),
         "head norms": _round_up((group + 1) * row_bytes, 16) if c.qk_norm == "head" else 0,
@@ -324,8 +327,14 @@ def decode_regions(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
         "parts": splits * vector(c.q_dim),
         "weights": _round_up(splits * c.n_heads, 16),
         "best": _round_up(4 * tile.ctas, 16),
-        "appended": 2 * c.n_layers * c.n_kv_heads,
+        "appended": _round_up(2 * c.n_layers * c.n_kv_heads, 16),
+        "drawn": 16,
+        "highest": _round_up(-(-_head_panels(c) // 2), 16),
     }
+
+
+def _head_panels(c: Config) -> int:
+    return -(-c.vocab_size // 16)
 
 
 def decode_words(c: Config, dtype: Any, tile: DecodeTile) -> int:

@@ -38,6 +38,7 @@ COLORS = {
     "merging": "#67a9cf",
     "adding": "#4d4d4d",
     "storing": "#999999",
+    "drawing": "#762a83",
     "waiting for activations": "#b2182b",
     "waiting for weights": "#fdae61",
     "waiting for room": "#f6e8c3",

@@ -15,6 +15,7 @@ from cufuse import pack
 from cufuse.plan import (
     PANEL_GROUPS,
     Attend,
+    Draw,
     Event,
     Fill,
     Finish,
@@ -137,9 +138,10 @@ def check_writes(plan: Plan, token: int) -> None:
     if plan.has_logits(token):
         kept = c.vocab_size if plan.keeps_logits(token) else 0
         check_whole("logits", written.pop(("logits", last), []), kept)
-        first = plan.drawn(token).begin
+        first = plan.best(token).begin
         its = [(a - first, b - first) for a, b in written.pop(("best", last))]
         check_whole("best", its, plan.tile.ctas)
+        check_whole("drawn", written.pop(("drawn", last), []), int(plan.filtered))
     for region, _ in list(written):
         assert region == "appended" and plan.n_tokens > 1, region
 
@@ -148,6 +150,8 @@ def published(event: Event) -> tuple[Words, ...]:
     """The words that an event writes."""
     if type(event) is Attend:
         return (*event.appended, *event.result)
+    if type(event) is Draw:
+        return event.result
     return event.words if type(event) is Publish else ()
 
 
@@ -171,6 +175,7 @@ class Dependencies:
     """
 
     def __init__(self, plan: Plan) -> None:
+        self._reads_logits = plan.filtered
         self.reads: dict[Words, int] = defaultdict(int)
         self.readers: list[str] = []
         self.writes: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
@@ -215,7 +220,7 @@ class Dependencies:
     def _write(self, written: tuple[Words, ...], before: int) -> None:
         self._moved = True
         for words in written:
-            if words.region == "logits":
+            if words.region == "logits" and not self._reads_logits:
                 continue
             for unit in units(words):
                 self._known[*unit, words.tag] = before
@@ -252,6 +257,10 @@ class Dependencies:
                 yield from take(event.chunks)
                 self._write(event.appended, before)
                 before = yield from self._read("merging", cta, event.others, before)
+                self._write(event.result, before)
+            else:
+                assert type(event) is Draw
+                before = yield from self._read("drawing", cta, event.words, before)
                 self._write(event.result, before)
 
     def _finish(self, cta: int, events: Iterator[Event]) -> Iterator:
@@ -340,7 +349,7 @@ class Simulation:
 
     def publish(self, words: tuple[Words, ...]) -> None:
         for its in words:
-            if its.region != "logits":
+            if its.region != "logits" or self.plan.filtered:
                 self.words.update((unit, its.tag) for unit in units(its))
 
     def filler(self, number: int, cta: Cta) -> Agent:
@@ -388,6 +397,11 @@ class Simulation:
                 yield "room for sums", lambda panel=panel: cta.finished + PARTIALS > panel
                 cta.arrived[panel] += 1
                 panels += 1
+            elif type(event) is Draw:
+                yield from self.wait(event.words)
+                yield from sync()
+                if group == 0:
+                    self.publish(event.result)
             else:
                 assert type(event) is Attend
                 yield from self.wait(event.rows)

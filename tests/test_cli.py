@@ -185,10 +185,6 @@ def test_kernels_on_the_cpu_without_a_compiler_exit_4(cufuse, monkeypatch, tmp_p
         (("--prefill", "chunked", "--ids", "1"), "reference reads a prompt in rows; use rows"),
         (("--tokens-per-launch", "0", "--ids", "1"), "0 is not in the range x>=1"),
         (("--tokens-per-launch", "2", "--ids", "1"), "engine reference draws one; use engine mega"),
-        (
-            ("-e", "mega", "--tokens-per-launch", "2", "--temperature", "1", "--top-k", "5"),
-            "tokens_per_launch is 2, wanted 1: top_k, top_p and min_p need a launch of their own",
-        ),
         (("--temperature", "-1", "--ids", "1"), "temperature"),
         (("--temperature", "nan", "--ids", "1"), "temperature is nan, wanted 0 or"),
         (("--seed", str(2**64), "--ids", "1"), "wanted 0 <= seed"),

@@ -14,7 +14,7 @@ from conftest import DTYPES, _to_gpu, relative_error, to_numpy
 from models import CONFIGS, louder, oracle
 from test_engines import LOGITS
 
-from cufuse import device, engines, jit, weights
+from cufuse import device, engines, jit, ops, tiles, weights
 from cufuse.config import Config
 from cufuse.engines import _decode
 from cufuse.generate import KernelStopped, Sampling
@@ -154,9 +154,13 @@ def test_all_logits_of_a_launch_are_those_of_one_by_one(rng, name):
 
 
 @BOTH
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_ids_are_those_that_ops_draw(one_case, rng, engine, temperature):
-    case, sampling = one_case, Sampling(temperature, seed=11)
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(0.7, seed=11), Sampling(0.0, top_k=5), Sampling(1.3, top_p=0.9, seed=3)],
+    ids=["greedy", "temperature", "greedy of 5", "top-p"],
+)
+def test_ids_are_those_that_ops_draw(one_case, rng, engine, sampling):
+    case = one_case
     state, token = case.state(), case.to(case.tokens(rng, 1))
     n = case.n_tokens
     if engine is MEGA and n == 2:
@@ -166,15 +170,137 @@ def test_ids_are_those_that_ops_draw(one_case, rng, engine, temperature):
         wanted = case.to(np.empty(1, np.int32))
         sampling.draw(logits, state, wanted)
         assert int(to_numpy(token)[0, 0]) == int(to_numpy(wanted)[0])
-        assert temperature or int(to_numpy(wanted)[0]) == int(np.argmax(to_numpy(logits)[0]))
+        likeliest = int(np.argmax(to_numpy(logits)[0]))
+        assert sampling.temperature or int(to_numpy(wanted)[0]) == likeliest
 
 
-@BOTH
-def test_filters_are_left_to_ops(engine):
-    assert engine.draws(Sampling()) and engine.draws(Sampling(0.5, seed=3))
-    assert engine.draws(Sampling(0.0, top_k=5))  # the likeliest is among them
-    for filtered in (Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.9), Sampling(1.0, min_p=0.1)):
-        assert not engine.draws(filtered)
+def test_several_tokens_in_a_launch_draw_with_filters_as_one_by_one(one_case, rng):
+    case, n, given = one_case, one_case.n_tokens + 2, 2
+    sampling = Sampling(1.5, top_k=40, top_p=0.9, min_p=0.01, seed=int(rng.integers(2**63)))
+    tokens = case.tokens(rng, given)
+    together, apart = case.state(), case.state()
+    ids = case.to(np.full(n, -1, np.int32))
+    MEGA.step_and_draw(case.weights, together, case.to(tokens), sampling, ids=ids)
+    one, wanted = case.to(np.empty((1, 1), np.int32)), case.to(np.empty(1, np.int32))
+    for i in range(n):
+        if i < given:
+            one[...] = case.to(tokens[:, i : i + 1].copy())
+        logits = FUSED.step_and_draw(case.weights, apart, one, sampling, ids=one.reshape(-1))
+        if i >= given - 1:
+            sampling.draw(logits, apart, wanted)
+            assert int(to_numpy(ids)[i]) == int(to_numpy(one)[0, 0]) == int(to_numpy(wanted)[0])
+    assert caches(together) == caches(apart)
+
+
+# ---- the head alone, with logits as a test wants them -------------------------------------------
+
+
+def head_of(config: Config, dtype: str, rng: np.random.Generator, *, rows: int = 0) -> Weights:
+    """A model of one layer, of whose head only `rows` rows differ; all do when left out."""
+    config = dataclasses.replace(config, n_layers=1, tied_embeddings=False)
+    made = louder(weights.random(config, dtype=DTYPES[dtype], kind="numpy"))
+    if rows:
+        made.head[...] = made.head[rng.integers(0, rows, config.vocab_size)]
+    return made
+
+
+def draw_by_head(
+    made: Weights, x: np.ndarray, sampling: Sampling, to: Callable[[Any], Any]
+) -> tuple[np.ndarray, int]:
+    """Logits [vocab_size] of a hidden state [dim] and the id drawn, by the phase of the head."""
+    state = State(made, capacity=4)
+    tile = tiles.decode(made.config, tiles.target_of(state.start), made.dtype)
+    size = tiles.decode_words(made.config, made.dtype, tile)
+    tag = made.config.n_layers  # of the last layer of a state's first token
+    data = x.astype(made.dtype).view(np.uint32).astype(np.uint64)
+    state.zeroed("words", (size,), np.uint64)[: len(data)] = to(data | np.uint64(tag << 32))
+    ids = to(np.full(1, -7, np.int32))
+    logits = _decode.launch(
+        ("fused/decode.cu", "decode_phase"),
+        made,
+        state,
+        state.tokens.reshape(-1),
+        n_tokens=1,
+        ids=ids,
+        sampling=sampling,
+        phase="head",
+    )
+    state.check_fault()
+    return to_numpy(logits)[0], int(to_numpy(ids)[0])
+
+
+def ops_draw(logits: np.ndarray, sampling: Sampling) -> int:
+    """What the reference draws behind a first token."""
+    options = dataclasses.asdict(sampling)
+    return int(ops.sample(logits[None], step=1, **options)[0])
+
+
+FILTERS = (
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 100},
+    {"top_k": 10**6, "top_p": 1 - 1e-9},
+    {"top_p": 0.5},
+    {"top_p": 0.97},
+    {"top_p": 1e-9},
+    {"min_p": 0.2},
+    {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
+)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "rows"), [(131, 0), (131, 9), (600, 40)], ids=["odd", "odd ties", "ties"]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_head_draws_with_filters_what_ops_draw(to_kernels, rng, dtype, vocab_size, rows):
+    config = dataclasses.replace(CONFIGS["interleaved"], vocab_size=vocab_size)
+    host = head_of(config, dtype, rng, rows=rows)
+    made, drawn = host.map(to_kernels), []
+    # The twin takes a second for each.
+    on_gpu = device.is_gpu(made.embedding)
+    for options in FILTERS if on_gpu else FILTERS[list(DTYPES).index(dtype) :: len(DTYPES)]:
+        x = rng.standard_normal(config.dim).astype(np.float32)
+        seed = int(rng.integers(2**63))
+        sampling = Sampling(float(rng.choice([0.3, 1.0, 2.0])), seed=seed, **options)
+        logits, token = draw_by_head(made, x, sampling, to_kernels)
+        assert token == ops_draw(logits, sampling), sampling
+        assert not rows or len(np.unique(logits)) <= rows
+        drawn.append(token)
+    assert len(set(drawn)) > 1
+
+
+def test_the_head_says_with_filters_that_nothing_can_be_drawn(to_kernels, rng):
+    config, sampling = CONFIGS["interleaved"], Sampling(1.0, top_k=5, top_p=0.9, min_p=0.1)
+    x = np.ones(config.dim, np.float32)
+    for value, where, wanted in ((np.nan, 77, -1), (-np.inf, slice(None), -1), (np.inf, 130, 130)):
+        host = head_of(config, "fp32", rng)
+        host.head[where, 3] = value
+        logits, token = draw_by_head(host.map(to_kernels), x, sampling, to_kernels)
+        assert token == wanted == ops_draw(logits, sampling)
+    host.head[:, 3] = -np.inf
+    host.head[[5, 9], 3] = 0.5
+    drawn = set()
+    for seed in range(8):
+        likely = dataclasses.replace(sampling, temperature=1e3, seed=seed)
+        logits, token = draw_by_head(host.map(to_kernels), x, likely, to_kernels)
+        assert token == ops_draw(logits, likely)
+        drawn.add(token)
+    assert drawn <= {5, 9}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [5000, 32003, 151936])
+def test_the_head_draws_with_filters_from_large_vocabularies(rng, dtype, vocab_size):
+    config = dataclasses.replace(CONFIGS["interleaved"], vocab_size=vocab_size)
+    made = head_of(config, dtype, rng).map(_to_gpu)
+    for options in (*FILTERS, {"top_k": 3000}, {"top_k": 50, "top_p": 0.9}):
+        for _ in range(5):
+            x = rng.standard_normal(config.dim).astype(np.float32)
+            seed = int(rng.integers(2**63))
+            sampling = Sampling(float(rng.choice([0.3, 1.0, 2.0])), seed=seed, **options)
+            logits, token = draw_by_head(made, x, sampling, _to_gpu)
+            assert token == ops_draw(logits, sampling), sampling
 
 
 def test_fused_draws_for_what_these_kernels_do_not_take(to_kernels, rng):
@@ -199,6 +325,17 @@ def test_mega_launches_once_and_fused_once_a_phase(n_layers):
         with jit.record(dry=True) as record:
             engine.step(case.weights, state, state.tokens)
         assert len(record.launches) == wanted
+        for sampling in (
+            Sampling(),
+            Sampling(0.8),
+            Sampling(0.8, top_k=4),
+            Sampling(0.8, min_p=0.1),
+        ):
+            with jit.record(dry=True) as drawing:
+                engine.step_and_draw(
+                    case.weights, _at(state, 4), state.tokens, sampling, ids=state.ids.reshape(-1)
+                )
+            assert len(drawing.launches) == wanted
         # Both read the same: what is packed here has whole panels of 16 rows.
         assert record.size_bytes == _decode.size_bytes(case.weights, _at(state, 4), 1)
         assert record.size_bytes > case.weights.size_bytes - case.weights.embedding.nbytes
@@ -244,6 +381,10 @@ def test_a_launch_that_gives_up_says_so_and_the_next_one_is_right(
     ids.fill(-1)
     FUSED.step_and_draw(case.weights, state, second, Sampling(), ids=ids)
     assert int(to_numpy(ids)[0]) == -2
+    drawn = case.to(np.full(3, -1, np.int32))
+    filtered = Sampling(1.0, top_k=20, top_p=0.9)
+    MEGA.step_and_draw(case.weights, state, second, filtered, ids=drawn)
+    assert to_numpy(drawn).tolist() == [-2] * 3
     with pytest.raises(KernelStopped, match="gave up waiting for"):
         state.check_fault()
     assert state.length == int(to_numpy(state.start)[0]) == 1

@@ -191,7 +191,11 @@ def test_a_nan_is_told_from_a_kernel_that_gave_up():
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("prefill", engines.PREFILLS)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=5)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(0.8, seed=5), Sampling(1.2, 30, 0.9, 0.02, seed=6)],
+    ids=["greedy", "drawn", "filtered"],
+)
 def test_mega_draws_the_same_ids_however_many_a_launch(rng, prefill, sampling, graph):
     import cupy
 
@@ -199,7 +203,7 @@ def test_mega_draws_the_same_ids_however_many_a_launch(rng, prefill, sampling, g
     prompt = rng.integers(0, VOCAB, (1, 9)).astype(np.int32)
     runs = []
     for n in (1, 3, 8):
-        functions = engines.functions("mega", sampling, prefill=prefill, tokens_per_launch=n)
+        functions = engines.functions("mega", prefill=prefill, tokens_per_launch=n)
         state = State(weights, capacity=64, tokens_per_launch=n)
         decoder = Decoder(weights=weights, state=state, sampling=sampling, graph=graph, **functions)
         decoder.prefill(prompt)

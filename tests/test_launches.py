@@ -41,9 +41,10 @@ def test_a_step_launches_only_our_kernels(engine, name, batch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8), Sampling(0.8, 9, 0.9, 0.01)])
 @pytest.mark.parametrize("tokens_per_launch", [1, 4])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "interleaved", "mistral"])
-def test_mega_is_one_launch_and_nothing_else(name, tokens_per_launch):
+def test_mega_is_one_launch_and_nothing_else(name, tokens_per_launch, sampling):
     import cupy
 
     weights = small(name).map(cupy.asarray)
@@ -53,7 +54,7 @@ def test_mega_is_one_launch_and_nothing_else(name, tokens_per_launch):
     stream = cupy.cuda.Stream(non_blocking=True)
 
     def tokens() -> None:
-        step_and_draw(weights, state, state.tokens, Sampling(), ids=ids)
+        step_and_draw(weights, state, state.tokens, sampling, ids=ids)
 
     cupy.cuda.runtime.deviceSynchronize()
     with stream:

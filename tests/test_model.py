@@ -104,14 +104,13 @@ def test_mega_launches_once_for_several_tokens(dense):
 
 
 @pytest.mark.parametrize("sampling", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_mega_leaves_filters_to_a_launch_of_their_own(dense, sampling):
-    names = launched(dense, [1], prefill="chunked", max_new_tokens=3, temperature=0.7, **sampling)
-    drawing = names[1:][: names[1:].index("decode")]
-    assert names == ["decode", *drawing, "decode", *drawing, "decode", *drawing] and drawing
-    assert (
-        launched(dense, [1], prefill="chunked", max_new_tokens=3, temperature=0.7)[-2:]
-        == ["decode"] * 2
-    )
+def test_mega_draws_with_filters_in_the_launch(dense, sampling):
+    options = {"prefill": "chunked", "temperature": 0.7, **sampling}
+    for tokens_per_launch, launches in ((1, 6), (3, 2)):
+        names = launched(
+            dense, [1], max_new_tokens=7, tokens_per_launch=tokens_per_launch, **options
+        )
+        assert names == ["decode", "sample_filtered", *["decode"] * launches]
 
 
 def test_long_prompt_takes_a_launch_for_each_piece(dense, monkeypatch):
@@ -134,10 +133,6 @@ def test_long_prompt_takes_a_launch_for_each_piece(dense, monkeypatch):
             "tokens_per_launch is 1.5, wanted 1 or more",
         ),
         ({"engine": "fused", "tokens_per_launch": 2}, "engine fused draws one; use engine mega"),
-        (
-            {"engine": "mega", "tokens_per_launch": 2, "temperature": 1.0, "top_k": 4},
-            "wanted 1: top_k, top_p and min_p need a launch of their own",
-        ),
     ],
 )
 def test_generate_says_what_an_engine_has_not(dense, options, sentence):

@@ -20,7 +20,7 @@ from cufuse import config, jit, plan, tiles
 from cufuse.cli import main
 from cufuse.config import Config
 from cufuse.engines import _decode
-from cufuse.plan import Gather, Plan
+from cufuse.plan import Gather, Plan, Publish, Wait
 from cufuse.tiles import DecodeTile
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
@@ -72,7 +72,10 @@ def test_presets_are_covered(name, context):
     check_coverage(on_hopper(config.preset(name).cut(1), context))
 
 
-@pytest.mark.parametrize("options", [{}, {"n_given": 2}, {"n_given": 2, "all_logits": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"n_given": 2}, {"n_given": 2, "all_logits": True}, {"n_given": 2, "filtered": True}],
+)
 def test_every_token_of_a_launch_is_covered(options):
     check_coverage(small("window", 7, 63, dtype=np.float32, n_tokens=3, **options))
 
@@ -172,9 +175,15 @@ def test_ctas_have_as_many_tiles_a_token_but_for_one(name, context):
 DRAWN = {"n_tokens": 3}
 GIVEN = {"n_tokens": 3, "n_given": 3}
 SCORED = {"n_tokens": 3, "n_given": 3, "all_logits": True}
+FILTERED = {"n_tokens": 4, "n_given": 2, "filtered": True}
+LAUNCHES = pytest.mark.parametrize(
+    "options",
+    [DRAWN, GIVEN, SCORED, FILTERED],
+    ids=["drawn", "given", "scored", "filtered"],
+)
 
 
-@pytest.mark.parametrize("options", [DRAWN, GIVEN, SCORED], ids=["drawn", "given", "scored"])
+@LAUNCHES
 @pytest.mark.parametrize("context", [0, 64, 511])
 @pytest.mark.parametrize("ctas", [2, 5, 24])
 @pytest.mark.parametrize("name", SMALL)
@@ -182,7 +191,7 @@ def test_no_words_are_overwritten_before_all_have_read_them(name, ctas, context,
     assert lapped(small(name, ctas, context, **options)) == []
 
 
-@pytest.mark.parametrize("options", [DRAWN, GIVEN, SCORED], ids=["drawn", "given", "scored"])
+@LAUNCHES
 @pytest.mark.parametrize("context", [511])
 @pytest.mark.parametrize("name", DENSE)
 def test_no_words_of_presets_are_overwritten_before_all_have_read_them(name, context, options):
@@ -222,6 +231,33 @@ def test_a_cta_without_a_panel_of_the_head_is_found():
     assert any("best" in who for who in lapped(made))
 
 
+class LooksLate(Plan):
+    """A CTA looks for an id when it has said what it found behind the next token."""
+
+    def finisher(self, cta):
+        for event in super().finisher(cta):
+            yield event
+            if cta == 1 and type(event) is Publish and "best" in (w.region for w in event.words):
+                yield Wait(self.embeds(event.words[0].tag // self.config.n_layers))
+
+
+def test_one_place_for_the_id_is_enough_only_if_all_look_in_time():
+    assert lapped(small("narrow", 5, 0, **FILTERED)) == []
+    assert any("drawn" in who for who in lapped(small("narrow", 5, 0, LooksLate, **FILTERED)))
+
+
+class OverwritesEarly(Plan):
+    """A token that is drawn does not wait for the draw."""
+
+    def embeds(self, token):
+        return ()
+
+
+def test_logits_that_are_overwritten_too_early_are_found():
+    made = small("narrow", 5, 0, OverwritesEarly, **FILTERED)
+    assert any("logits" in who for who in lapped(made))
+
+
 class OnePlace(Plan):
     """All tokens say in one place that a row is in the cache."""
 
@@ -259,7 +295,7 @@ def test_given_tokens_at_once_are_found(options):
 
 
 @pytest.mark.parametrize("unfair", [False, True], ids=["any order", "unfair"])
-@pytest.mark.parametrize("options", [DRAWN, GIVEN, SCORED], ids=["drawn", "given", "scored"])
+@LAUNCHES
 @pytest.mark.parametrize("context", [0, 64, 300])
 @pytest.mark.parametrize("ctas", [1, 3, 7])
 @pytest.mark.parametrize("name", SMALL)
@@ -334,7 +370,7 @@ def test_kernel_has_the_same_sizes_and_cuts(to_kernels, name):
     asked = [(position, window) for position in POSITIONS for window in WINDOWS]
     outs = {
         "sizes": np.full(7, -1, np.int32),
-        "regions": np.full(10, -1, np.int32),
+        "regions": np.full(12, -1, np.int32),
         "cuts": np.full((3, 6), -1, np.int32),
         "positions": np.array([position for position, _ in asked], np.int32),
         "windows": np.array([window for _, window in asked], np.int32),

@@ -4,9 +4,8 @@ A step appends `tokens` (int32 [batch, q_len]) to the cache and returns logits [
 of the last position ([batch, q_len, vocab_size] with `all_logits`); a model without a head returns
 hidden states [batch, q_len, dim]. What it returns is overwritten by the next step.
 
-An engine may also have `step_and_draw` with `draws`, which tells for what sampling; `check`, which
-raises for what it cannot run; and `prefill`, for many rows of a prompt, where its step takes one
-token after the other.
+An engine may also have `step_and_draw`; `check`, which raises for what it cannot run; and
+`prefill`, for many rows of a prompt, where its step takes one token after the other.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import importlib
 from typing import Any, Protocol
 
 from cufuse.device import Array
-from cufuse.generate import Sampling
 from cufuse.state import State
 from cufuse.weights import Weights
 
@@ -46,14 +44,12 @@ def check(name: str, weights: Weights, *, batch: int = 1) -> None:
 
 def functions(
     name: str,
-    sampling: Sampling | None = None,
     *,
     prefill: str = "rows",
     tokens_per_launch: int = 1,
 ) -> dict[str, Any]:
     """Return what `generate.Decoder` takes of an engine: step, prefill and step_and_draw.
 
-    sampling: what is to be drawn; greedy when left out
     prefill: how a prompt is read: "rows", many tokens at once, or "chunked", one after the other
         in a launch for each piece, with the bits of the steps that follow
     tokens_per_launch: tokens that a launch is to draw
@@ -61,7 +57,6 @@ def functions(
     Raises ValueError for what the engine does not have.
     """
     engine = get(name)
-    sampling = sampling or Sampling()
     if prefill not in PREFILLS:
         raise ValueError(f"prefill is {prefill!r}, wanted one of {', '.join(PREFILLS)}")
     by_token = hasattr(engine, "prefill")
@@ -70,16 +65,13 @@ def functions(
             f"prefill is 'chunked' and engine {name} reads a prompt in rows; use rows, or engine "
             "mega"
         )
-    draws = hasattr(engine, "step_and_draw") and engine.draws(sampling)
-    if tokens_per_launch > 1 and not (by_token and draws):
-        why = (
-            "top_k, top_p and min_p need a launch of their own"
-            if by_token
-            else f"engine {name} draws one; use engine mega"
+    if tokens_per_launch > 1 and not by_token:
+        raise ValueError(
+            f"tokens_per_launch is {tokens_per_launch}, wanted 1: engine {name} draws one; use "
+            "engine mega"
         )
-        raise ValueError(f"tokens_per_launch is {tokens_per_launch}, wanted 1: {why}")
     return {
         "step": engine.step,
         "prefill": engine.prefill if by_token and prefill == "rows" else engine.step,
-        "step_and_draw": engine.step_and_draw if draws else None,
+        "step_and_draw": getattr(engine, "step_and_draw", None),
     }

@@ -14,6 +14,7 @@ from cufuse import device, jit, pack, tiles
 from cufuse.config import Config
 from cufuse.device import Array
 from cufuse.generate import Sampling
+from cufuse.ops.sample import filters_of
 from cufuse.state import State
 from cufuse.tiles import DecodeTile
 from cufuse.weights import Layer, Weights
@@ -91,11 +92,6 @@ def check(engine: str, weights: Weights, *, batch: int = 1) -> None:
     lacking = memory_problem(weights)
     if lacking:
         raise device.Unsupported(f"engine {engine}: {lacking}; use engine fused")
-
-
-def draws(sampling: Sampling) -> bool:
-    """Tell whether the kernels draw this way themselves: greedy, or by temperature alone."""
-    return sampling.temperature == 0 or not (sampling.top_k or sampling.top_p < 1 or sampling.min_p)
 
 
 # ---- weights ------------------------------------------------------------------------------------
@@ -214,7 +210,9 @@ def _arrays(weights: Weights) -> dict[str, Array]:
 # ---- launches -----------------------------------------------------------------------------------
 
 
-def template(c: Config, dtype: Any, tile: DecodeTile, *, trace: bool = False) -> tuple[Any, ...]:
+def template(
+    c: Config, dtype: Any, tile: DecodeTile, *, trace: bool = False, filtered: bool = False
+) -> tuple[Any, ...]:
     """Return the kernels' template values: their shape."""
     values = (
         np.dtype(dtype),
@@ -237,6 +235,7 @@ def template(c: Config, dtype: Any, tile: DecodeTile, *, trace: bool = False) ->
         f"Copies::{tile.copies}",
         tile.split_chunks,
         trace,
+        f"Draw::{'filtered' if filtered else 'plain'}",
     )
     return (f"DecodeShape<{', '.join(map(jit.cpp, values))}>",)
 
@@ -269,6 +268,14 @@ def launch(
     logits = state.buffer("logits", (n_tokens if all_logits else 1, c.vocab_size))
     on_twin = device.kind(state.start) == "twin"
     seconds = _TWIN_BUDGET_SECONDS if on_twin else BUDGET_SECONDS * n_tokens
+    # Greedy, the likeliest is among what filters leave.
+    filters = (
+        sampling.temperature > 0
+        and phase in (None, "head")
+        and filters_of(
+            c.vocab_size, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
+        )
+    )
     args = {
         **prepare(weights).arrays,
         "cos": state.cos,
@@ -293,9 +300,10 @@ def launch(
         "window_every": c.window_every,
         "eps": c.norm_eps,
         "inverse_temperature": 1.0 / sampling.temperature if sampling.temperature else 0.0,
+        **(filters or {"top_k": 0, "share": 0, "min_p": 0.0, "mass_scale": 0.0}),
     }
     file, name = kernel
-    values = template(c, weights.dtype, tile, trace=trace is not None)
+    values = template(c, weights.dtype, tile, trace=trace is not None, filtered=bool(filters))
     if phase is not None:
         values = (*values, f"Phase::{phase}")
     jit.kernel(file, name, *values).launch(

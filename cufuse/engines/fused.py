@@ -15,8 +15,6 @@ from cufuse.ops.rmsnorm import Norm
 from cufuse.state import State
 from cufuse.weights import Layer, Weights
 
-draws = _decode.draws
-
 
 def step(weights: Weights, state: State, tokens: Array, *, all_logits: bool = False) -> Array:
     """Append tokens [batch, q_len] and return the logits of the last position."""
@@ -49,7 +47,7 @@ def step_and_draw(
     Returns logits [batch, vocab_size] of the last position.
     """
     _parts.check(weights, state, tokens)
-    if draws(sampling) and _decode.applies(weights, state, tokens):
+    if _decode.applies(weights, state, tokens):
         return _by_phases(weights, state, tokens, ids, sampling)
     logits = step(weights, state, tokens)
     sampling.draw(logits, state, ids)

@@ -14,8 +14,6 @@ from cufuse.weights import Weights
 
 _KERNEL = ("mega/decode.cu", "decode")
 
-draws = _decode.draws
-
 
 def prefill(weights: Weights, state: State, tokens: Array, *, all_logits: bool = False) -> Array:
     """Append tokens [1, q_len], many rows at once as in `fused`; `step` takes them one by one."""
@@ -47,7 +45,7 @@ def step_and_draw(
     """Append tokens [1, q_len] and what is drawn behind them, len(ids) tokens in all.
 
     ids: int32 [n], the last of them what is drawn behind the last token; may be `tokens`
-    sampling: greedy, or with a temperature and no filter (`draws` tells)
+    sampling: how they are drawn, with the ids that `Sampling.draw` would draw
     trace: from `trace.allocate`; the kernel writes there what it does when
 
     Returns logits [1, vocab_size] of the last token.

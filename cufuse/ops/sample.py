@@ -80,23 +80,32 @@ def sample(
         "n": n,
         "inverse_temperature": sampling.inverse(temperature),
     }
-    filtered = 0 < top_k < n or top_p < 1 or min_p > 0
-    if filtered:
+    filters = filters_of(n, top_k=top_k, top_p=top_p, min_p=min_p)
+    if filters:
         grid, block = rows, 1024
-        args["top_k"] = min(top_k, n) if top_k else n
-        args["share"] = sampling.share(top_p) if top_p < 1 else 2**32
-        args["min_p"] = min_p
-        args["mass_scale"] = sampling.mass_scale(n)
+        args.update(filters)
     else:
         splits, per_cta = split_rows(rows, n, per_access)
         grid, block = rows * splits, 256
         args["scratch"] = best_of_rows(rows, ids, stream)
         args["splits"], args["per_cta"] = splits, per_cta
-    name = "sample_filtered" if filtered else "sample"
+    name = "sample_filtered" if filters else "sample"
     kernel = jit.kernel("fused/sample.cu", name, bound.dtype, per_access)
     size_bytes = bound["logits"].nbytes + ids.nbytes
     kernel.launch(grid, block, args, like=ids, stream=stream, size_bytes=size_bytes)
     return ids
+
+
+def filters_of(n: int, *, top_k: int, top_p: float, min_p: float) -> dict[str, Any]:
+    """Return Filters of device/filters.cuh for n logits, without the temperature; {} for none."""
+    if not (0 < top_k < n or top_p < 1 or min_p > 0):
+        return {}
+    return {
+        "top_k": min(top_k, n) if top_k else n,
+        "share": sampling.share(top_p) if top_p < 1 else 2**32,
+        "min_p": min_p,
+        "mass_scale": sampling.mass_scale(n),
+    }
 
 
 def check_options(

@@ -91,6 +91,7 @@ struct Role {
   static CUFUSE_DEVICE int n() { return block().token; }
   static CUFUSE_DEVICE int position() { return launch().start + n(); }
   CUFUSE_DEVICE bool has_logits() const { return args.all_logits || n() + 1 >= args.n_given; }
+  CUFUSE_DEVICE bool has_logits_before() const { return args.all_logits || n() >= args.n_given; }
 
   // Of what a layer hands on; the layer before the first one is the last one of the token before.
   static CUFUSE_DEVICE u32 tag(int layer) {
@@ -101,6 +102,13 @@ struct Role {
     const bool windowed = args.window > 0 && layer % args.window_every == 0;
     return block().splits[windowed ? 1 : 0];
   }
+
+  // Of this token.
+  CUFUSE_DEVICE T* logits() const {
+    return args.logits + (args.all_logits ? static_cast<i64>(n()) * Shape::kVocab : 0);
+  }
+  // The largest order in each panel of them.
+  CUFUSE_DEVICE u32* highest() const { return reinterpret_cast<u32*>(words(Shape::kHighest)); }
 
   // The first of `tiles` tiles that is this CTA's; the next ones are kCtas apart.
   CUFUSE_DEVICE int take(int tiles) {
@@ -137,8 +145,14 @@ struct Role {
     return given ? args.tokens[n()] : before;
   }
 
-  // What was drawn behind a token: the best of what every CTA found.
+  // What was drawn behind a token: the best of what every CTA found, or what CTA 0 says. One word
+  // is enough for that: it is written when everybody's best of a token is there, and everybody
+  // looked for the id of the token before on the way to that.
   CUFUSE_DEVICE int drawn(int token, u32 its_tag) {
+    if constexpr (Shape::kDraw == Draw::filtered) {
+      const u64* word = words(Shape::kDrawn);
+      return static_cast<int>(settle(look(word), word, its_tag, watch));
+    }
     const u64* words = best(token);
     u64 rank = 0;
     for (int cta = thread_here() % 32; cta < Shape::kCtas; cta += 32) {
@@ -318,11 +332,71 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     gather_normalized(nullptr, this->words(Shape::kX), this->tag(Shape::kLayers - 1),
                       this->args.final_norm);
     multiply<Shape::kHeadPanels, Shape::kDim>(first);
+    if constexpr (Shape::kDraw == Draw::filtered) {
+      if (blockIdx.x == 0) draw();
+    }
   }
 
   CUFUSE_DEVICE void end() { this->tracer.close(); }
 
  private:
+  // The threads that draw together.
+  struct Team {
+    static constexpr int kThreads = Multiplier::kThreads;
+    static CUFUSE_DEVICE int index() { return thread_here(); }
+    static CUFUSE_DEVICE void sync() { Multiplier::sync(); }
+  };
+
+  // The logits of all CTAs: of most panels a look at the largest is enough.
+  struct Logits {
+    using T = Multiplier::T;
+    static constexpr int n = Shape::kVocab;
+    // Logits of an access: the row of a token begins where the one before ends.
+    static constexpr int kVec = n % 8 == 0 ? kPer16<T> : 1;
+    const T* logits;
+    const u32* highest;
+
+    CUFUSE_DEVICE float at(int i) const { return to_float(logits[i]); }
+    template <typename AnyTeam, typename Visit>
+    CUFUSE_DEVICE void visit(u32 floor, Visit visit) const {
+#pragma unroll 1
+      for (int panel = AnyTeam::index(); panel < Shape::kHeadPanels; panel += AnyTeam::kThreads) {
+        if (highest[panel] < floor) continue;
+        const int end = min((panel + 1) * kPanelRows, n);
+#pragma unroll 1
+        for (int i = panel * kPanelRows; i < end; i += kVec) {
+          const auto group = load_vec<kVec>(logits + i);
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) visit(i + j, to_float(group.v[j]));
+        }
+      }
+    }
+  };
+
+  // By CTA 0: the id, when everybody's logits are there.
+  CUFUSE_DEVICE void draw() {
+    const u32 tag = this->tag(Shape::kLayers - 1);
+    this->tracer.begin(kWaitingForActivations);
+    u32 highest = 0;
+    for (int cta = thread_here(); cta < Shape::kCtas; cta += kThreads) {
+      highest = max(highest, await_all(this->best(this->n()) + 2 * cta, tag, this->watch));
+    }
+    this->tracer.end(kWaitingForActivations);
+    sync();
+    this->tracer.begin(kDrawing);
+    const Filters filters{this->args.share, this->args.top_k, this->args.inverse_temperature,
+                          this->args.min_p, this->args.mass_scale};
+    const HashKey key = hash_key(this->args.seed, static_cast<u64>(this->position() + 1), 0);
+    // Who gave up has not seen all logits and draws none.
+    const int id = draw_filtered<Team>(Logits{this->logits(), this->highest()},
+                                       this->watch.expired ? kHighestOfNan : highest, filters, key,
+                                       *at<typename Shape::Bins>(Shape::kXAt));
+    if (thread_here() == 0) {
+      publish_all(this->words(Shape::kDrawn), static_cast<u32>(id), tag);
+    }
+    this->tracer.end(kDrawing);
+  }
+
   template <typename U>
   static CUFUSE_DEVICE U* at(int offset) {
     return reinterpret_cast<U*>(dynamic_shared<unsigned char>() + offset);
@@ -340,7 +414,16 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   // A given token needs nothing of the one before. It waits for its end all the same: else who has
   // no part in its first phases could find overwritten what it has yet to read of the last ones.
   CUFUSE_DEVICE void follow() {
-    if (this->n() == 0 || this->n() >= this->args.n_given || this->args.all_logits) return;
+    if constexpr (Shape::kDraw == Draw::filtered) {
+      // The id takes CTA 0 its time: one thread looks for it, as in `probe`.
+      if (this->n() > 0 && this->has_logits_before()) {
+        this->tracer.begin(kWaitingForActivations);
+        if (thread_here() == 0) this->drawn(this->n() - 1, this->tag(-1));
+        this->tracer.end(kWaitingForActivations);
+        sync();
+      }
+    }
+    if (this->n() == 0 || this->has_logits_before()) return;
     const u64* words = this->words(Shape::kX);
     const u32 tag = this->tag(-1);
 #pragma unroll 1
@@ -857,10 +940,17 @@ struct Finisher : Role<Shape, kFinisherRole> {
   }
 
   CUFUSE_DEVICE void head() {
-    T* logits = this->args.logits +
-                (this->args.all_logits ? static_cast<i64>(this->n()) * Shape::kVocab : 0);
-    // A row of them is another CTA's with the next token.
-    const bool stores = this->args.all_logits || this->n() + 1 == this->args.n_tokens;
+    T* logits = this->logits();
+    // A row of them is another CTA's with the next token: it stores when it knows what was drawn
+    // from this one.
+    bool stores = true;
+    if constexpr (Shape::kDraw == Draw::filtered) {
+      if (this->n() > 0 && this->has_logits_before()) {
+        await_all(this->words(Shape::kDrawn), this->tag(-1), this->watch);
+      }
+    } else {
+      stores = this->args.all_logits || this->n() + 1 == this->args.n_tokens;
+    }
     const float inverse = this->args.inverse_temperature;
     const HashKey key = hash_key(this->args.seed, static_cast<u64>(this->position() + 1), 0);
     best_rank = 0;
@@ -869,20 +959,30 @@ struct Finisher : Role<Shape, kFinisherRole> {
     __syncwarp();
     panels<Shape::kHeadPanels, Shape::kDim>([&](int row) {
       return [=](float sum) {
-        if (row >= Shape::kVocab || thread_here() % 32 >= kPanelRows) return;
-        const T rounded = from_float<T>(sum);
-        if (stores) logits[row] = rounded;
-        const float logit = to_float(rounded);
-        const u32 order = order_of(logit);
-        u64 rank = order == 0 ? kRankOfNan : 0;
-        if (order > kOrderOfMinusInfinity) {
-          rank = inverse > 0.0f ? draw_rank(logit, row, inverse, key) : rank_of(order, row);
+        if constexpr (Shape::kDraw == Draw::filtered) {
+          note(logits, row, sum);
+        } else {
+          if (row >= Shape::kVocab || thread_here() % 32 >= kPanelRows) return;
+          const T rounded = from_float<T>(sum);
+          if (stores) logits[row] = rounded;
+          const float logit = to_float(rounded);
+          const u32 order = order_of(logit);
+          u64 rank = order == 0 ? kRankOfNan : 0;
+          if (order > kOrderOfMinusInfinity) {
+            rank = inverse > 0.0f ? draw_rank(logit, row, inverse, key) : rank_of(order, row);
+          }
+          best_rank = max(best_rank, rank);
         }
-        best_rank = max(best_rank, rank);
       };
     });
     const u64 rank = warp_max(best_rank);
-    if (thread_here() % 32 == 0) {
+    if constexpr (Shape::kDraw == Draw::filtered) {
+      __syncwarp();
+      if (thread_here() % 32 == 0) {
+        publish_all(this->best(this->n()) + 2 * blockIdx.x, static_cast<u32>(rank >> 32),
+                    this->tag(Shape::kLayers - 1));
+      }
+    } else if (thread_here() % 32 == 0) {
       publish(this->best(this->n()) + 2 * blockIdx.x, static_cast<u32>(rank >> 32),
               static_cast<u32>(rank), this->tag(Shape::kLayers - 1));
     }
@@ -904,6 +1004,18 @@ struct Finisher : Role<Shape, kFinisherRole> {
   }
 
  private:
+  // A logit, for CTA 0 to draw from.
+  CUFUSE_DEVICE void note(T* logits, int row, float sum) {
+    const bool mine = row < Shape::kVocab && thread_here() % 32 < kPanelRows;
+    const T rounded = from_float<T>(sum);
+    if (mine) logits[row] = rounded;
+    const u32 order = order_of(to_float(rounded));
+    const u32 highest =
+        __reduce_max_sync(kFullMask, mine ? (order == 0 ? kHighestOfNan : order) : 0u);
+    if (thread_here() % 32 == 0) this->highest()[row / kPanelRows] = highest;
+    best_rank = max(best_rank, static_cast<u64>(highest) << 32);
+  }
+
   // Until all CTAs have read what this launch found. All are resident, and arrive before they wait
   // for anything.
   CUFUSE_DEVICE void wait_for_arrivals() const {

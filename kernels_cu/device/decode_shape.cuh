@@ -4,6 +4,7 @@
 
 #include "device/activation.cuh"
 #include "device/cache_attention.cuh"
+#include "device/filters.cuh"
 #include "device/panels.cuh"
 #include "device/rope.cuh"
 #include "device/trace.cuh"
@@ -37,13 +38,18 @@ struct DecodeArgs {
   const int* tokens;    // [n_given]; what comes after them is drawn
   int* ids;             // [n_tokens]; what was drawn behind each token that has logits; may be
                         // tokens where one is given
-  T* logits;            // [vocab] of the last token, with all_logits [n_tokens, vocab]
+  T* logits;            // [vocab] of the last token, with all_logits [n_tokens, vocab]; with
+                        // Draw::filtered of every token in turn
   int* start;           // [1]; tokens in the cache before this step, and after it
   u32* control;         // [kControlWords]
   u64* words;           // DecodeShape::kWords of them
   u64* trace;           // what happened when (device/trace.cuh); null without
   u64 budget_ns;        // a launch that takes longer gives up
   u64 seed;
+  u64 share;  // of Filters; this and the next ones for Draw::filtered
+  int top_k;
+  float min_p;
+  float mass_scale;
   int n_tokens;  // that have been through the model when the launch ends, 0 if none yet
   int n_given;
   int layer;  // of a launch that does a part of a step
@@ -77,6 +83,10 @@ constexpr int kControlFault = 1;
 constexpr int kControlArrived = 2;
 constexpr int kControlWords = 32;
 
+// What is drawn from: all logits, as they come, or what top-k, top-p and min-p leave, for which one
+// CTA looks at all of them.
+enum class Draw { plain, filtered };
+
 template <typename T_,
           Act kAct_,
           Rounding kRounding_,
@@ -96,7 +106,8 @@ template <typename T_,
           int kWindow_,
           Copies kCopies_,
           int kSplitChunks_,
-          bool kTrace_>
+          bool kTrace_,
+          Draw kDraw_>
 struct DecodeShape {
   using T = T_;
   using Ring = RingShape<kStages_, kStageBytes_, kWindow_, kCopies_>;
@@ -107,6 +118,7 @@ struct DecodeShape {
   static constexpr Pairing kPairing = kPairing_;
   static constexpr bool kQkNorm = kQkNorm_;
   static constexpr bool kTrace = kTrace_;
+  static constexpr Draw kDraw = kDraw_;
   static constexpr int kDim = kDim_;
   static constexpr int kHidden = kHidden_;
   static constexpr int kHeads = kHeads_;
@@ -147,7 +159,9 @@ struct DecodeShape {
   static constexpr int kWeights = kParts + kMostSplits * words(kQDim);  // [splits, heads] float32
   static constexpr int kBest = kWeights + round_up(kMostSplits * kHeads, 16);  // [2, ctas, 2]
   static constexpr int kAppended = kBest + round_up(2 * kCtas * 2, 16);  // [2, layers, kv_heads]
-  static constexpr int kWords = kAppended + 2 * kLayers * kKvHeads;
+  static constexpr int kDrawn = kAppended + round_up(2 * kLayers * kKvHeads, 16);  // [1]
+  static constexpr int kHighest = kDrawn + 16;  // [panels of the head] u32
+  static constexpr int kWords = kHighest + round_up((kHeadPanels + 1) / 2, 16);
 
   // Threads: warps that multiply, one that finishes their sums, one that fills the ring.
   static constexpr int kFinisher = kPanelWarps;
@@ -164,9 +178,14 @@ struct DecodeShape {
       most(Packing<T>::tiles(kDim), most(Packing<T>::tiles(kQDim), Packing<T>::tiles(kHidden)));
   static constexpr int kGroupOuts = kGroup * kMergePitch;  // floats
   static constexpr int kMergeBytes = kPanelGroups * (kGroupOuts * 4 + Cache::kLogitBytes);
+  // What filters keep count with: where x and partial sums are when there are any.
+  using Bins = cufuse::Bins<kPanelWarps * 32>;
+  static constexpr int kBinBytes =
+      round_up(static_cast<int>(sizeof(Bins)), 16) - kPartials * kPartialFloats * 4;
   static constexpr int kRingAt = Deadline::kBytes;
   static constexpr int kXAt = round_up(kRingAt + Ring::kBytes, 128);
-  static constexpr int kPartialsAt = kXAt + round_up(most(kFragmentBytes, kMergeBytes), 16);
+  static constexpr int kPartialsAt =
+      kXAt + round_up(most(kBinBytes, most(kFragmentBytes, kMergeBytes)), 16);
   static constexpr int kSumsDoneAt = kPartialsAt + kPartials * kPartialFloats * 4;
   static constexpr int kNormSumsAt = kSumsDoneAt + 16;
   static constexpr int kRowsAt = kNormSumsAt + kPanelWarps * 4;  // q of the group, k, v

@@ -62,6 +62,20 @@ CUFUSE_DEVICE void publish(u64* words, u32 first, u32 second, u32 tag) {
                              make_ulonglong2(tagged(first, tag), tagged(second, tag)));
 }
 
+// A word that stands for memory: whoever awaits it sees what this thread stored before. Only when
+// such words were awaited in turn may that memory be written again.
+CUFUSE_DEVICE void publish_all(u64* word, u32 data, u32 tag) {
+  store_word<Order::release>(word, tagged(data, tag));
+}
+CUFUSE_DEVICE u32 await_all(const u64* word, u32 tag, Watch& watch) {
+  u32 looks = 0;
+  u64 seen = load_word<Order::acquire>(word);
+  while (!has_tag(seen, tag) && !watch.gives_up(looks, kWaitsForWords)) {
+    seen = load_word<Order::acquire>(word);
+  }
+  return static_cast<u32>(seen);
+}
+
 // A look at one word or two, which may be stale; `settle` looks again until it is not. Looks that
 // are issued together before the first is settled share their latency.
 CUFUSE_DEVICE u64 look(const u64* word) { return load_word<Order::relaxed>(word); }

@@ -18,6 +18,7 @@ enum Activity : int {
   kMerging,    // attention's groups of warps, and its splits, and storing the result
   kAdding,     // a panel's sums
   kStoring,    // what became of them, for other CTAs
+  kDrawing,    // from what filters leave
   kNextPhase,  // no span: a role goes on to its next phase
 };
 

@@ -1,6 +1,6 @@
 // What follows from the sizes of a decode step, and how it cuts panels and the cache, for a
 // comparison with cufuse/plan.py.
-// instantiate: decode_plan<DecodeShape<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 10, 16384, 3, Copies::bulk, 2, false>>
+// instantiate: decode_plan<DecodeShape<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 10, 16384, 3, Copies::bulk, 2, false, Draw::plain>>
 // needs: 80
 #include "device/decode_roles.cuh"
 
@@ -8,7 +8,7 @@ namespace cufuse {
 
 struct DecodePlanArgs {
   int* sizes;            // [7]
-  int* regions;          // [10]; where each begins, and the end
+  int* regions;          // [12]; where each begins, and the end
   int* cuts;             // [3, 6]; of K = dim, q_dim and hidden
   const int* positions;  // [n]
   const int* windows;    // [n]
@@ -32,8 +32,8 @@ __global__ void decode_plan(const DecodePlanArgs args) {
   for (int i = 0; i < 7; ++i) args.sizes[i] = sizes[i];
   const int regions[] = {Shape::kX,           Shape::kMiddle, Shape::kQkv,     Shape::kAttention,
                          Shape::kHiddenWords, Shape::kParts,  Shape::kWeights, Shape::kBest,
-                         Shape::kAppended,    Shape::kWords};
-  for (int i = 0; i < 10; ++i) args.regions[i] = regions[i];
+                         Shape::kAppended,    Shape::kDrawn,  Shape::kHighest, Shape::kWords};
+  for (int i = 0; i < 12; ++i) args.regions[i] = regions[i];
   tell<typename Shape::template Panel<Shape::kDim>>(args.cuts);
   tell<typename Shape::template Panel<Shape::kQDim>>(args.cuts + 6);
   tell<typename Shape::template Panel<Shape::kHidden>>(args.cuts + 12);
