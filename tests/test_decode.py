@@ -239,11 +239,13 @@ FILTERS = (
     {"top_k": 1},
     {"top_k": 7},
     {"top_k": 100},
-    {"top_k": 10**6, "top_p": 1 - 1e-9},
+    {"top_p": 1 - 1e-9},
     {"top_p": 0.5},
     {"top_p": 0.97},
     {"top_p": 1e-9},
     {"min_p": 0.2},
+    {"min_p": 1e-9},
+    {"top_k": 10**6, "min_p": 1.0},
     {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
 )
 
@@ -325,12 +327,8 @@ def test_mega_launches_once_and_fused_once_a_phase(n_layers):
         with jit.record(dry=True) as record:
             engine.step(case.weights, state, state.tokens)
         assert len(record.launches) == wanted
-        for sampling in (
-            Sampling(),
-            Sampling(0.8),
-            Sampling(0.8, top_k=4),
-            Sampling(0.8, min_p=0.1),
-        ):
+        for options in ({}, {"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.1}):
+            sampling = Sampling(0.8, **options)
             with jit.record(dry=True) as drawing:
                 engine.step_and_draw(
                     case.weights, _at(state, 4), state.tokens, sampling, ids=state.ids.reshape(-1)

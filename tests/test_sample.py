@@ -35,6 +35,8 @@ FILTERS = [
     {"top_p": 0.97},
     {"top_p": 1e-9},
     {"min_p": 0.3},
+    {"min_p": 1.0},
+    {"min_p": 1e-9},
     {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
 ]
 
@@ -113,7 +115,7 @@ def test_sample_in_every_dtype(to_kernels, rng, dtype, options):
         np.testing.assert_array_equal(to_numpy(got), wanted)
 
 
-@pytest.mark.parametrize("options", FILTERS[1:4] + FILTERS[7:], ids=identity)
+@pytest.mark.parametrize("options", FILTERS[1:4] + FILTERS[-1:], ids=identity)
 def test_sample_of_ties_at_every_cut(to_kernels, rng, options):
     logits = rng.integers(-2, 2, (4, 300)).astype(np.float16)
     for step in range(3):
@@ -122,6 +124,19 @@ def test_sample_of_ties_at_every_cut(to_kernels, rng, options):
         np.testing.assert_array_equal(to_numpy(got), wanted)
         for row, token in zip(logits, wanted, strict=True):
             assert token in naive_kept(row, **options)
+
+
+@pytest.mark.parametrize("top_p", [0.9, 0.99, 1 - 1e-9])
+def test_top_p_keeps_what_is_unlikely_if_it_has_to(to_kernels, rng, top_p):
+    # Together the unlikely ones are about 3 %, below e^-10 of the likeliest each.
+    logits = rng.standard_normal((3, 3000)).astype(np.float32)
+    logits[:, rng.integers(3000)] = 12.5
+    count = int(sampling.kept(logits[0], top_p=top_p).sum())
+    assert count == 1 if top_p == 0.9 else count > 100
+    for step in range(3):
+        options = {"top_p": top_p, "seed": int(rng.integers(2**63)), "step": step}
+        wanted = ops.sample(logits, **options)
+        np.testing.assert_array_equal(to_numpy(ops.sample(to_kernels(logits), **options)), wanted)
 
 
 def test_kernels_draw_the_whole_support_and_nothing_else(to_kernels, rng):

@@ -352,22 +352,35 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     using T = Multiplier::T;
     static constexpr int n = Shape::kVocab;
     // Logits of an access: the row of a token begins where the one before ends.
-    static constexpr int kVec = n % 8 == 0 ? kPer16<T> : 1;
+    static constexpr int kVec = n % kPer16<T> == 0 ? kPer16<T> : 1;
     const T* logits;
     const u32* highest;
 
     CUFUSE_DEVICE float at(int i) const { return to_float(logits[i]); }
     template <typename AnyTeam, typename Visit>
     CUFUSE_DEVICE void visit(u32 floor, Visit visit) const {
+      constexpr int kAhead = 16;
+      constexpr int kPanels = Shape::kHeadPanels;
 #pragma unroll 1
-      for (int panel = AnyTeam::index(); panel < Shape::kHeadPanels; panel += AnyTeam::kThreads) {
-        if (highest[panel] < floor) continue;
-        const int end = min((panel + 1) * kPanelRows, n);
-#pragma unroll 1
-        for (int i = panel * kPanelRows; i < end; i += kVec) {
-          const auto group = load_vec<kVec>(logits + i);
+      for (int first = AnyTeam::index(); first < kPanels; first += kAhead * kThreads) {
+        u32 wanted = 0;  // of the next kAhead panels of this thread; their looks share a latency
 #pragma unroll
-          for (int j = 0; j < kVec; ++j) visit(i + j, to_float(group.v[j]));
+        for (int i = 0; i < kAhead; ++i) {
+          const int panel = first + i * kThreads;
+          if (panel < kPanels && highest[min(panel, kPanels - 1)] >= floor) wanted |= 1u << i;
+        }
+#pragma unroll 1
+        for (; wanted; wanted &= wanted - 1) {
+          const int begin = (first + (__ffs(static_cast<int>(wanted)) - 1) * kThreads) * kPanelRows;
+          const int end = min(begin + kPanelRows, n);
+          auto next = load_vec<kVec>(logits + begin);
+#pragma unroll 1
+          for (int i = begin; i < end; i += kVec) {
+            const auto group = next;
+            next = load_vec<kVec>(logits + min(i + kVec, end - kVec));
+#pragma unroll
+            for (int j = 0; j < kVec; ++j) visit(i + j, to_float(group.v[j]));
+          }
         }
       }
     }

@@ -1,6 +1,6 @@
-// Top-k, top-p and min-p over a row of logits, then the draw. The cuts are found by radix selection,
-// counts and probability masses being whole numbers, so what is kept does not depend on how many
-// threads look for it or in which order they add.
+// Top-k, top-p and min-p over a row of logits, then the draw. The cuts are found by radix
+// selection, counts and probability masses being whole numbers, so what is kept does not depend on
+// how many threads look for it or in which order they add.
 #pragma once
 
 #include "device/sampling.cuh"
@@ -140,39 +140,54 @@ template <>
 constexpr int kOrderBits<bfloat16> = 16;
 
 // Move the cut up until the amounts of what it keeps just reach wanted_of(their sum): a radix
-// selection, a digit of the order at a time. Orders below `floor` are known not to matter.
+// selection, a digit of the order at a time. Orders below `floor` are known not to matter, also to
+// the sum. Those below `likely` count in the sum but not in the bins, where many threads would wait
+// for each other; should one of them be kept after all, the first digit is done again.
 template <typename Team, typename Row, typename Amount, typename Wanted>
 CUFUSE_DEVICE Cut raise(const Row& row,
                         Cut cut,
                         u32 floor,
+                        u32 likely,
                         Selection<Team> selection,
                         Amount amount,
                         Wanted wanted_of) {
   constexpr int kDigit = Selection<Team>::kBinBits;
+  constexpr int kBinOfRest = 0;  // of NaN's order, which no row has here
   constexpr int kDigits = (kOrderBits<typename Row::T> + kDigit - 1) / kDigit;
   u32 prefix = 0;
   u64 wanted = 0;
+  int digit = 0;
 #pragma unroll 1
-  for (int digit = 0; digit < kDigits; ++digit) {
+  while (digit < kDigits) {
     const int above = 32 - digit * kDigit;  // bits of this digit and of those behind it
     const int shift = max(above - kDigit, 0);
     const u32 mask = (1u << (above - shift)) - 1;
     const auto matches = [&](u32 order) { return digit == 0 || order >> above == prefix; };
     const u32 lowest = max(max(floor, cut.order), digit == 0 ? 0u : prefix << above);
+    u64 rest = 0;
     selection.clear();
     row.template visit<Team>(lowest, [&](int, float logit) {
       const u32 order = order_of(logit);
-      if (order > cut.order && order >= floor && matches(order)) {
+      if (order <= cut.order || order < floor || !matches(order)) return;
+      if (order < likely) {
+        rest += amount(logit);
+      } else {
         selection.add(order >> shift & mask, amount(logit));
       }
     });
     if (Team::index() == 0 && cut.ties && matches(cut.order)) {
       selection.add(cut.order >> shift & mask, cut.ties * amount(value_of(cut.order)));
     }
+    if (digit == 0 && rest) selection.add(kBinOfRest, rest);
     const u64 so_far = wanted;
     const int bin = digit == 0 ? selection.find(wanted_of, wanted)
                                : selection.find([=](u64) { return so_far; }, wanted);
+    if (digit == 0 && bin == kBinOfRest && likely > 0) {
+      likely = 0;
+      continue;
+    }
     prefix = prefix << (above - shift) | static_cast<u32>(bin);
+    ++digit;
   }
   constexpr int kRest = 32 - kDigits * kDigit;
   if constexpr (kRest > 0) {
@@ -213,12 +228,24 @@ CUFUSE_DEVICE int last_tie(const Row& row, Cut cut, Selection<Team> selection) {
   return selection.bins.last;
 }
 
+// An order below which no logit has min_p times the probability of the top one: logarithms are of
+// the power of 2 below min_p, and a little less.
+CUFUSE_DEVICE u32 floor_of(float min_p, float top, float inverse_temperature) {
+  const int exponent = static_cast<int>(__float_as_uint(min_p) >> 23);
+  if (exponent == 0) return 0;
+  const float log = static_cast<float>(exponent - 127) * 0.69314718f - 0.01f;
+  return order_of(top + log / inverse_temperature);
+}
+
+// What top-p keeps is likely above e^-kLikely of the top probability.
+constexpr float kLikely = 10.0f;
+
 // The largest order of a thread's share of a row: that of NaN is above all others.
 constexpr u32 kHighestOfNan = ~0u;
 
-// The id of a row that is drawn, to every thread of the team; -1 when the row holds a NaN or nothing
-// above -inf. The row's logits are shared out among threads, and `highest` is the largest order of
-// this thread's.
+// The id of a row that is drawn, to every thread of the team; -1 when the row holds a NaN or
+// nothing above -inf. The row's logits are shared out among threads, and `highest` is the largest
+// order of this thread's.
 template <typename Team, typename Row>
 CUFUSE_DEVICE int draw_filtered(
     const Row& row, u32 highest, const Filters& filters, HashKey key, Bins<Team::kThreads>& bins) {
@@ -241,7 +268,7 @@ CUFUSE_DEVICE int draw_filtered(
     const int bin = selection.find(constant, left);
     const u32 floor = bin < 0 ? 0 : static_cast<u32>(bin) << kShift;
     const auto one = [](float) { return 1ull; };
-    cut = raise(row, cut, floor, selection, one, constant);
+    cut = raise(row, cut, floor, 0, selection, one, constant);
   }
 
   // top-p, of the mass that top-k left
@@ -256,13 +283,15 @@ CUFUSE_DEVICE int draw_filtered(
     const auto share_of = [=](u64 total) {
       return (total >> 32) * share + (((total & 0xffffffffu) * share + 0xffffffffu) >> 32);
     };
-    cut = raise(row, cut, 0, selection, mass, share_of);
+    const u32 likely = order_of(top - kLikely / filters.inverse_temperature);
+    cut = raise(row, cut, 0, likely, selection, mass, share_of);
   }
   const int last = cut.ties ? last_tie(row, cut, selection) : -1;
 
   // The draw, with min-p
   u64 best = 0;
-  row.template visit<Team>(cut.order, [&](int i, float logit) {
+  const u32 floor = max(cut.order, floor_of(filters.min_p, top, filters.inverse_temperature));
+  row.template visit<Team>(floor, [&](int i, float logit) {
     const u32 order = order_of(logit);
     if (order < cut.order || (order == cut.order && i > last)) return;
     if (order <= kOrderOfMinusInfinity || probability(logit) < filters.min_p) return;
