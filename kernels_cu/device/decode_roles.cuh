@@ -1017,15 +1017,17 @@ struct Finisher : Role<Shape, kFinisherRole> {
   }
 
  private:
-  // A logit, for CTA 0 to draw from.
+  // A logit, for CTA 0 to draw from. Who gave up does not know that those before were read.
   CUFUSE_DEVICE void note(T* logits, int row, float sum) {
     const bool mine = row < Shape::kVocab && thread_here() % 32 < kPanelRows;
     const T rounded = from_float<T>(sum);
-    if (mine) logits[row] = rounded;
+    if (mine && !this->watch.expired) logits[row] = rounded;
     const u32 order = order_of(to_float(rounded));
     const u32 highest =
         __reduce_max_sync(kFullMask, mine ? (order == 0 ? kHighestOfNan : order) : 0u);
-    if (thread_here() % 32 == 0) this->highest()[row / kPanelRows] = highest;
+    if (thread_here() % 32 == 0 && !this->watch.expired) {
+      this->highest()[row / kPanelRows] = highest;
+    }
     best_rank = max(best_rank, static_cast<u64>(highest) << 32);
   }
 
