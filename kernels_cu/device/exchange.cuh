@@ -29,12 +29,19 @@ struct Watch {
   CUFUSE_DEVICE bool gives_up(u32& looks, u32 place) {
     if (expired) return true;
     if (++looks % 64 != 0) return false;
+    expired = is_over(place);
+    return expired;
+  }
+
+ private:
+  // A call: there are many places that wait, and what they hardly ever do shall not fill the
+  // instruction cache.
+  static __noinline__ __device__ bool is_over(u32 place) {
     const Deadline* deadline = dynamic_shared<Deadline>();
     if (load_word<Order::relaxed>(deadline->fault) == 0) {
       if (timer_ns() < deadline->ns) return false;
       atomic_compare_exchange<Order::relaxed>(deadline->fault, 0u, place);
     }
-    expired = true;
     return true;
   }
 };
