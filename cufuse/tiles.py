@@ -224,6 +224,7 @@ class DecodeTile:
     stages: int  # of the ring
     stage_bytes: int
     window: int  # stages that are on their way at a time
+    calm_window: int  # from qkv to output, where a token waits for one CTA after the other
     copies: str  # "bulk" or "async"
     split_chunks: int  # chunks of the cache that one split takes
 
@@ -233,21 +234,24 @@ def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
     """Choose the tile of a model's decode step; raises Unsupported where none fits.
 
     Measured on an H200, bf16, 512 tokens in the cache, us a token, 2026-11-30, all rows in
-    benchmarks/results: Llama-3.2-1B with a window of 2 and 3 stages 655 and 640, with 2, 3 and 4
-    chunks a split 641, 641 and 640; Qwen3-0.6B with a window of 2 and 3 530 and 545, with 2, 3 and
-    4 chunks 554, 551 and 545. A window of 4 was slower than 3 for both at an earlier commit. A
-    small model waits for its hand-offs, and they wait behind what is on its way from memory.
+    benchmarks/results. Windows (calm and other): Llama-3.2-1B 2 and 4 615, 2 and 3 625, 3 and 3
+    636, 1 and 3 656; Qwen3-0.6B 1 and 3 491, 1 and 2 497, 2 and 3 503, 2 and 2 508; Llama-3.1-8B
+    3 and 3 3485, 2 and 4 3541, 2 and 3 3559. What waits for its hand-offs waits behind what is on
+    its way from memory; the larger a model, the more it is memory that it waits for. With 2, 3 and
+    4 chunks a split, at an earlier commit: Llama-3.2-1B 641, 641 and 640; Qwen3-0.6B 554, 551, 545.
     """
     bulk = target.arch == "twin" or int(target.arch.rstrip("af")) >= 90
     ctas = min(target.sm_count, -(-config.vocab_size // 16))
     row_bytes = config.head_dim * np.dtype(dtype).itemsize
-    window = 2 if config.dim < 2048 else 3
+    window, calm_window = (3, 1) if config.dim < 2048 else (4, 2) if config.dim < 4096 else (3, 3)
     sizes = (16384, 8192) if target.shared_bytes > 160 * 1024 else (8192, 16384)
     for stage_bytes in sizes:
         if stage_bytes < 2 * _FEWEST_KEYS * row_bytes:
             continue
         for stages in range(_MOST_STAGES, _FEWEST_STAGES - 1, -1):
-            tile = DecodeTile(ctas, stages, stage_bytes, window, "bulk" if bulk else "async", 4)
+            tile = DecodeTile(
+                ctas, stages, stage_bytes, window, calm_window, "bulk" if bulk else "async", 4
+            )
             if decode_shared_bytes(config, dtype, tile) <= target.shared_bytes:
                 return tile
     raise device.Unsupported(

@@ -52,7 +52,7 @@ def on_hopper(c: Config, context: int, kind=Plan, **options) -> Plan:
 
 
 def small(name: str, ctas: int, context: int, kind=Plan, dtype=bfloat16, **options) -> Plan:
-    tile = DecodeTile(ctas, 6, 2048 * np.dtype(dtype).itemsize, 2, "bulk", 1)
+    tile = DecodeTile(ctas, 6, 2048 * np.dtype(dtype).itemsize, 2, 1, "bulk", 1)
     return kind(SMALL[name], np.dtype(dtype), tile, context, **options)
 
 
@@ -353,9 +353,9 @@ POSITIONS = sorted(
 )
 WINDOWS = (0, 1, 40, 64, 128, 4096)
 SHAPES = {
-    "tiny": (config.preset("tiny"), np.float32, DecodeTile(4, 5, 8192, 2, "bulk", 2)),
-    "window": (SMALL["window"], bfloat16, DecodeTile(3, 6, 4096, 3, "bulk", 1)),
-    "many heads": (SMALL["many heads"], np.float16, DecodeTile(24, 7, 8192, 2, "bulk", 4)),
+    "tiny": (config.preset("tiny"), np.float32, DecodeTile(4, 5, 8192, 2, 1, "bulk", 2)),
+    "window": (SMALL["window"], bfloat16, DecodeTile(3, 6, 4096, 3, 2, "bulk", 1)),
+    "many heads": (SMALL["many heads"], np.float16, DecodeTile(24, 7, 8192, 2, 2, "bulk", 4)),
     "llama": (config.preset("llama-3.2-1b"), bfloat16, None),
     "qwen": (config.preset("qwen3-0.6b"), bfloat16, None),
 }

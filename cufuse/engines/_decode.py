@@ -232,6 +232,7 @@ def template(
         tile.stages,
         tile.stage_bytes,
         tile.window,
+        tile.calm_window,
         f"Copies::{tile.copies}",
         tile.split_chunks,
         trace,

@@ -179,6 +179,9 @@ struct Filler : Role<Shape, kFillerRole> {
   CUFUSE_DEVICE explicit Filler(const DecodeArgs<T>& args) : Role<Shape, kFillerRole>(args) {}
 
   CUFUSE_DEVICE void qkv(int layer) {
+    // From here to the output's product a token waits for one CTA after the other, and what they
+    // tell each other waits behind what is on its way; the rings fill all the same.
+    filler.window = Shape::Ring::kCalmWindow;
     weights<Shape::kQkvPanels, Shape::kDim>(this->args.qkv, layer);
   }
 
@@ -211,6 +214,7 @@ struct Filler : Role<Shape, kFillerRole> {
     weights<Shape::kOutPanels, Shape::kQDim>(this->args.out, layer);
   }
   CUFUSE_DEVICE void gate_up(int layer) {
+    filler.window = Shape::Ring::kWindow;
     weights<Shape::kGateUpPanels, Shape::kDim>(this->args.gate_up, layer);
   }
   CUFUSE_DEVICE void down(int layer) {
@@ -265,6 +269,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   using Ring = cufuse::Ring<typename Shape::Ring, Shape::kRingAt>;
   typename Ring::Cursor cursor;
   int panels_done = 0;
+  u32 sums_done = 0;  // panels whose sums the finisher had read when this warp last looked
 
   CUFUSE_DEVICE explicit Multiplier(const DecodeArgs<T>& args)
       : Role<Shape, kMultiplierRole>(args) {}
@@ -530,8 +535,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 #pragma unroll
     for (int i = 0; i < kPanelWarps; i += 4) {
       const auto four = load_vec<4>(sums + i);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sum += four.v[j];
+      sum += (four.v[0] + four.v[1]) + (four.v[2] + four.v[3]);
     }
     const float scale = rsqrtf(sum / static_cast<float>(Shape::kDim) + this->args.eps);
 #pragma unroll
@@ -613,10 +617,10 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 
   // Until the sums that lie where the next ones go have been read. The finisher never waits for
   // ever, so this needs no way out of its own, and none may run ahead of it: the barrier counts.
-  CUFUSE_DEVICE void wait_for_partial() const {
+  CUFUSE_DEVICE void wait_for_partial() {
     const u32 since = this->tracer.now();
-    while (load_shared_acquire(at<const u32>(Shape::kSumsDoneAt)) + Shape::kPartials <=
-           static_cast<u32>(panels_done)) {
+    while (sums_done + Shape::kPartials <= static_cast<u32>(panels_done)) {
+      sums_done = load_shared_acquire(at<const u32>(Shape::kSumsDoneAt));
     }
     this->tracer.waited(kWaitingForSums, since);
   }
@@ -909,9 +913,8 @@ struct Finisher : Role<Shape, kFinisherRole> {
     u64* words = this->words(Shape::kQkv);
     panels<Shape::kQkvPanels, Shape::kDim>([&](int row) {
       const float b = bias && row < Shape::kQkvDim ? to_float(bias[row]) : 0.0f;
-      return [=](float sum) {
-        hand_on<Shape::kQkvDim>(words, row, from_float<T>(bias ? sum + b : sum), this->tag(layer));
-      };
+      const Outlet outlet(words, row, Shape::kQkvDim, this->tag(layer));
+      return [=](float sum) { outlet.hand_on(bias ? sum + b : sum); };
     });
   }
 
@@ -936,12 +939,15 @@ struct Finisher : Role<Shape, kFinisherRole> {
     panels<Shape::kGateUpPanels, Shape::kDim>([&](int row) {
       // Rows 0..7 of a panel are the gate's, 8..15 the up's.
       const int column = row / kPanelRows * 8 + row % 8;
+      const bool there = row % kPanelRows < 8 && column < Shape::kHidden;
+      const float gate_b = gate_bias && there ? to_float(gate_bias[column]) : 0.0f;
+      const float up_b = up_bias && there ? to_float(up_bias[column]) : 0.0f;
+      const Outlet outlet(words, there ? column : Shape::kHidden, Shape::kHidden, this->tag(layer));
       return [=](float sum) {
-        const float up = __shfl_down_sync(kFullMask, sum, 8);
-        const T value = gated_epilogue<Gate::plain, Shape::kAct>(
-            sum, up, gate_bias, up_bias, min(column, Shape::kHidden - 1), 0.0f, 0.0f);
-        hand_on<Shape::kHidden>(words, row % kPanelRows < 8 ? column : Shape::kHidden, value,
-                                this->tag(layer));
+        float gate = sum, up = __shfl_down_sync(kFullMask, sum, 8);
+        if (gate_bias) gate += gate_b;
+        if (up_bias) up += up_b;
+        outlet.hand_on(gated<Gate::plain, Shape::kAct>(gate, up, 0.0f, 0.0f));
       };
     });
   }
@@ -1067,14 +1073,14 @@ struct Finisher : Role<Shape, kFinisherRole> {
       this->tracer.waited(kWaitingForSums, since);
       this->tracer.begin(kAdding);
       const float sum = panel_sum<Shape::template Panel<kK>::kChains>(partial);
-      if (lane == 0) {
-        store_shared_release(reinterpret_cast<u32*>(shared + Shape::kSumsDoneAt),
-                             static_cast<u32>(panels_done));
-      }
       this->tracer.end(kAdding);
       this->tracer.begin(kStoring);
       finish(sum);
       this->tracer.end(kStoring);
+      if (lane == 0) {
+        store_shared_release(reinterpret_cast<u32*>(shared + Shape::kSumsDoneAt),
+                             static_cast<u32>(panels_done));
+      }
     }
   }
 
@@ -1089,31 +1095,38 @@ struct Finisher : Role<Shape, kFinisherRole> {
       const bool there = row < Shape::kDim;
       const float b = bias && there ? to_float(bias[row]) : 0.0f;
       const u64* word = residual + (there ? row : 0) / kPerWord<T>;
-      const u64 seen = embedded ? 0 : look(word);
-      const float plain = embedded && there ? to_float(embedded[row]) : 0.0f;
-      return [=](float sum) {
-        float old = plain;
-        if (!embedded) {
-          old = value_in<T>(settle(seen, word, residual_tag, this->watch), row);
-        }
-        if (bias) sum += b;
-        hand_on<Shape::kDim>(words, row, from_float<T>(sum + old), this->tag(layer));
-      };
+      const Outlet outlet(words, row, Shape::kDim, this->tag(layer));
+      // It is there: what this phase multiplies depends on all of it.
+      const float old = !embedded
+                            ? value_in<T>(settle(look(word), word, residual_tag, this->watch), row)
+                        : there ? to_float(embedded[row])
+                                : 0.0f;
+      return [=](float sum) { outlet.hand_on((bias ? sum + b : sum) + old); };
     });
   }
 
-  // Row `row` of a vector of kN; lanes of even rows take their neighbour's value along.
-  template <int kN>
-  CUFUSE_DEVICE void hand_on(u64* words, int row, T value, u32 tag) {
-    const bool mine = row < kN && thread_here() % 32 < kPanelRows;
-    if constexpr (kPerWord<T> == 1) {
-      if (mine) publish(words + row, bits_of(value), tag);
-    } else {
-      const u32 bits = bits_of(value);
-      const u32 next = __shfl_down_sync(kFullMask, bits, 1);
-      if (mine && row % 2 == 0) publish(words + row / 2, bits | next << 16, tag);
+  // Where row `row` of a vector of n goes. Lanes l and l + 16 have the same one; the first ones of
+  // each two rows that share a word write it.
+  struct Outlet {
+    u64* word;
+    u32 tag;
+    bool writes;
+
+    CUFUSE_DEVICE Outlet(u64* words, int row, int n, u32 tag)
+        : word(words + row / kPerWord<T>),
+          tag(tag),
+          writes(row < n && row % kPerWord<T> == 0 && thread_here() % 32 < kPanelRows) {}
+
+    // By all lanes, a row's value each.
+    CUFUSE_DEVICE void hand_on(float value) const {
+      if constexpr (kPerWord<T> == 1) {
+        if (writes) publish(word, bits_of(value), tag);
+      } else {
+        const u32 pair = pair_from_floats<T>(value, __shfl_down_sync(kFullMask, value, 1));
+        if (writes) publish(word, pair, tag);
+      }
     }
-  }
+  };
 };
 
 // ---- a launch

@@ -104,13 +104,14 @@ template <typename T_,
           int kStages_,
           int kStageBytes_,
           int kWindow_,
+          int kCalmWindow_,
           Copies kCopies_,
           int kSplitChunks_,
           bool kTrace_,
           Draw kDraw_>
 struct DecodeShape {
   using T = T_;
-  using Ring = RingShape<kStages_, kStageBytes_, kWindow_, kCopies_>;
+  using Ring = RingShape<kStages_, kStageBytes_, kWindow_, kCalmWindow_, kCopies_>;
   template <int kK>
   using Panel = PanelShape<T, kK, kStageBytes_>;
   static constexpr Act kAct = kAct_;

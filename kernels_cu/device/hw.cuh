@@ -56,6 +56,21 @@ CUFUSE_DEVICE bfloat16 from_float<bfloat16>(float v) {
   return __float2bfloat16_rn(v);
 }
 
+// Two neighbours, the first in the lower half: one instruction, where each by itself takes a slow
+// one.
+template <typename T>
+CUFUSE_DEVICE u32 pair_from_floats(float low, float high);
+template <>
+CUFUSE_DEVICE u32 pair_from_floats<half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return __half_as_ushort(pair.x) | static_cast<u32>(__half_as_ushort(pair.y)) << 16;
+}
+template <>
+CUFUSE_DEVICE u32 pair_from_floats<bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return __bfloat16_as_ushort(pair.x) | static_cast<u32>(__bfloat16_as_ushort(pair.y)) << 16;
+}
+
 // The 8-bit types take the largest finite value for what is larger.
 template <>
 CUFUSE_DEVICE e4m3 from_float<e4m3>(float v) {

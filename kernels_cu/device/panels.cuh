@@ -126,12 +126,20 @@ CUFUSE_DEVICE void store_chain(float* partial, int chain, const PanelSums<T>& su
 
 template <int kChains>
 CUFUSE_DEVICE float panel_sum(const float* partial) {
+  constexpr int kHalf = kChains / 2;
   const int lane = threadIdx.x % 32;
-  partial += lane / 16 * (kChains / 2) * kPanelRows + lane % 16;
-  float sum = partial[0];
+  partial += lane / 16 * kHalf * kPanelRows + lane % 16;
+  float sums[kHalf];
 #pragma unroll
-  for (int chain = 1; chain < kChains / 2; ++chain) sum += partial[chain * kPanelRows];
-  return sum + __shfl_xor_sync(kFullMask, sum, 16);
+  for (int chain = 0; chain < kHalf; ++chain) sums[chain] = partial[chain * kPanelRows];
+  // Neighbours first: fewer sums wait for each other.
+#pragma unroll
+  for (int apart = 1; apart < kHalf; apart *= 2) {
+#pragma unroll
+    for (int chain = 0; chain + apart < kHalf; chain += 2 * apart)
+      sums[chain] += sums[chain + apart];
+  }
+  return sums[0] + __shfl_xor_sync(kFullMask, sums[0], 16);
 }
 
 }  // namespace cufuse

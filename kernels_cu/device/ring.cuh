@@ -2,7 +2,8 @@
 // and groups of consumer warps empty it, a stage each.
 //
 // Only `kWindow` fills are on their way at a time, and the rest of the ring fills as they land:
-// what queues up in the memory system delays everything else that goes there.
+// what queues up in the memory system delays everything else that goes there. `kCalmWindow` are
+// where little is read and much is waited for.
 #pragma once
 
 #include "device/exchange.cuh"
@@ -15,15 +16,17 @@ enum class Copies { bulk, async };
 
 constexpr int kGroupWarps = 4;  // consumers of a stage
 
-template <int kStages_, int kStageBytes_, int kWindow_, Copies kCopies_>
+template <int kStages_, int kStageBytes_, int kWindow_, int kCalmWindow_, Copies kCopies_>
 struct RingShape {
   static constexpr int kStages = kStages_;
   static constexpr int kStageBytes = kStageBytes_;
   static constexpr int kPitch = kStageBytes + 256;  // a part of the cache has gaps between slices
   static constexpr int kWindow = kWindow_;
+  static constexpr int kCalmWindow = kCalmWindow_;
   static constexpr Copies kCopies = kCopies_;
   static constexpr int kBytes = kStages * (kPitch + 16);
   static_assert(kWindow >= 1 && kWindow < kStages, "the window is a part of the ring");
+  static_assert(kCalmWindow >= 1 && kCalmWindow <= kWindow, "calm is what asks for less");
 };
 
 // A stage and how often the ring went round, its lowest bit.
@@ -95,6 +98,7 @@ struct RingFiller {
   using Ring = cufuse::Ring<Shape, kAt>;
   typename Ring::Cursor next, landing;
   int in_flight = 0;
+  int window = Shape::kWindow;  // so many may be
   u64 policy = 0;
 
   CUFUSE_DEVICE RingFiller() {
@@ -168,17 +172,17 @@ struct RingFiller {
     const u32 since = tracer.now();
     wait_for(Ring::empty(next.stage), next.round ^ 1, watch, kWaitsForRoom);
     tracer.waited(kWaitingForRoom, since);
-    const bool waits = in_flight == Shape::kWindow;
-    if (waits) wait_for(Ring::full(landing.stage), landing.round, watch, kWaitsForWeights);
-    // All lanes copy or none: after the first one has given up nobody reads it any more. What is on
-    // its way then is left to `drain`.
-    watch.expired = __any_sync(kFullMask, watch.expired);
-    if (watch.expired) return false;
-    if (waits) {
+    while (true) {
+      const bool waits = in_flight >= window;
+      if (waits) wait_for(Ring::full(landing.stage), landing.round, watch, kWaitsForWeights);
+      // All lanes copy or none: after the first one has given up nobody reads it any more. What is
+      // on its way then is left to `drain`.
+      watch.expired = __any_sync(kFullMask, watch.expired);
+      if (watch.expired) return false;
+      if (!waits) return true;
       landing.template advance<1>();
       --in_flight;
     }
-    return true;
   }
 
   CUFUSE_DEVICE void end_stage() {

@@ -289,6 +289,10 @@ inline half from_float<half>(float v) {
   const u32 rounded = magnitude + 0xfffu + (magnitude >> 13 & 1);
   return {static_cast<u16>(sign | (rounded - 0x38000000u) >> 13)};
 }
+template <typename T>
+u32 pair_from_floats(float low, float high) {
+  return from_float<T>(low).bits | static_cast<u32>(from_float<T>(high).bits) << 16;
+}
 
 // ---- global memory
 
