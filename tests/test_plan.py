@@ -254,7 +254,8 @@ class OverwritesEarly(Plan):
 
 
 def test_logits_that_are_overwritten_too_early_are_found():
-    made = small("narrow", 5, 0, OverwritesEarly, **FILTERED)
+    assert lapped(small("wide head", 50, 0, **FILTERED)) == []
+    made = small("wide head", 50, 0, OverwritesEarly, **FILTERED)
     assert any("logits" in who for who in lapped(made))
 
 

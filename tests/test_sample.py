@@ -126,17 +126,17 @@ def test_sample_of_ties_at_every_cut(to_kernels, rng, options):
             assert token in naive_kept(row, **options)
 
 
-@pytest.mark.parametrize("top_p", [0.9, 0.99, 1 - 1e-9])
-def test_top_p_keeps_what_is_unlikely_if_it_has_to(to_kernels, rng, top_p):
-    # Together the unlikely ones are about 3 %, below e^-10 of the likeliest each.
-    logits = rng.standard_normal((3, 3000)).astype(np.float32)
-    logits[:, rng.integers(3000)] = 12.5
-    count = int(sampling.kept(logits[0], top_p=top_p).sum())
-    assert count == 1 if top_p == 0.9 else count > 100
-    for step in range(3):
-        options = {"top_p": top_p, "seed": int(rng.integers(2**63)), "step": step}
-        wanted = ops.sample(logits, **options)
-        np.testing.assert_array_equal(to_numpy(ops.sample(to_kernels(logits), **options)), wanted)
+@pytest.mark.parametrize("top_k", [0, 29000])
+@pytest.mark.parametrize("top_p", [0.4, 0.6, 0.9, 0.999])
+def test_top_p_keeps_what_is_unlikely_if_it_has_to(to_kernels, rng, top_p, top_k):
+    # Each is below e^-10 of the likeliest, which has half of the mass; at top-k's cut are ties.
+    logits = rng.integers(-42, -40, (16, 30000)).astype(np.float32) / 4
+    logits[:, rng.integers(30000)] = 0
+    options = {"top_p": top_p, "top_k": top_k, "seed": int(rng.integers(2**63))}
+    counts = [int(sampling.kept(row, top_p=top_p, top_k=top_k).sum()) for row in logits]
+    assert max(counts) == 1 if top_p == 0.4 else min(counts) > 1000
+    wanted = ops.sample(logits, **options)
+    np.testing.assert_array_equal(to_numpy(ops.sample(to_kernels(logits), **options)), wanted)
 
 
 def test_kernels_draw_the_whole_support_and_nothing_else(to_kernels, rng):

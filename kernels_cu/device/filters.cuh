@@ -176,7 +176,12 @@ CUFUSE_DEVICE Cut raise(const Row& row,
       }
     });
     if (Team::index() == 0 && cut.ties && matches(cut.order)) {
-      selection.add(cut.order >> shift & mask, cut.ties * amount(value_of(cut.order)));
+      const u64 ties = cut.ties * amount(value_of(cut.order));
+      if (cut.order < likely) {
+        rest += ties;
+      } else {
+        selection.add(cut.order >> shift & mask, ties);
+      }
     }
     if (digit == 0 && rest) selection.add(kBinOfRest, rest);
     const u64 so_far = wanted;
