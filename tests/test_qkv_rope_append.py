@@ -11,6 +11,7 @@ from conftest import DTYPES, TOLERANCE, assert_close, poisoned, relative_error, 
 
 from cufuse import jit, ops, reference, tiles
 from cufuse.ops.rmsnorm import Norm
+from cufuse.pack import pack
 
 bfloat16 = ml_dtypes.bfloat16
 CAPACITY = 9
@@ -121,6 +122,29 @@ def test_with_norms(to, rng, qk):
         assert [launch.kernel for launch in record.launches] == wanted
 
 
+@pytest.mark.parametrize("sizes", [SIZES["decode"], SIZES["chunk"], SIZES["many"]], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_packed_weights_take_two_launches(to, rng, dtype, sizes):
+    arrays = make(rng, dtype, **sizes)
+    shape = (sizes["batch"], sizes["n_kv_heads"], sizes["head_dim"])
+    q, k, v = oracle(arrays, shape, sizes["n_heads"])
+    keys, values = map(to, caches(*shape, dtype))
+    there = moved(to, arrays)
+    there["w"] = pack(there["w"])
+    out = poisoned(q.shape, dtype, to)
+    with jit.record() as record:
+        got = ops.qkv_rope_append(
+            **there, k_cache=keys, v_cache=values, n_heads=sizes["n_heads"], out=out
+        )
+    assert got is out
+    for mine, wanted in ((got, q), (keys, k), (values, v)):
+        assert_close(mine, wanted, dtype, 1.5)
+    if type(got) is not np.ndarray:
+        few = sizes["batch"] * sizes["q_len"] <= tiles.MAX_ROWS
+        wanted = [f"packed_linear_{'rows' if few else 'tiles'}", "rope_append"]
+        assert [launch.kernel for launch in record.launches] == wanted
+
+
 def test_tokens_beyond_the_cache_are_dropped(to, rng):
     sizes = SIZES["chunk"]
     arrays = make(rng, np.float32, **sizes)
@@ -201,6 +225,8 @@ def test_what_is_wrong_is_said(rng):
     given = {**arrays, "k_cache": keys, "v_cache": values, "n_heads": 4}
     with pytest.raises(ValueError, match=r"qkv_rope_append: w has n = 128, wanted .* = 144"):
         ops.qkv_rope_append(**{**given, "n_heads": 5})
+    with pytest.raises(ValueError, match="qkv_rope_append: w is a gate and its up packed togeth"):
+        ops.qkv_rope_append(**{**given, "w": pack(arrays["w"], up=arrays["w"])})
     with pytest.raises(ValueError, match="cos and sin come together"):
         ops.qkv_rope_append(**{**given, "sin": None})
     with pytest.raises(TypeError, match="start has dtype int64, wanted int32"):

@@ -16,6 +16,7 @@ from cufuse.ops.linear import linear
 from cufuse.ops.rmsnorm import Norm
 from cufuse.ops.rope import pairing
 from cufuse.ops.rope_append import check_projection, rope_append
+from cufuse.pack import Packed
 
 _OP = "qkv_rope_append"
 
@@ -23,7 +24,7 @@ _OP = "qkv_rope_append"
 @on_stream
 def qkv_rope_append(
     x: Array,
-    w: Array,
+    w: Array | Packed,
     b: Array | None = None,
     *,
     start: Array,
@@ -42,11 +43,11 @@ def qkv_rope_append(
     stream: Any = None,
 ) -> Array:
     """Project queries, keys and values, rotate queries and keys and append keys and values to the
-    cache; in one launch for up to tiles.MAX_ROWS rows without QK-norm, else `linear` and then
-    `rope_append`.
+    cache; in one launch for up to tiles.MAX_ROWS rows without QK-norm and row-major weights, else
+    `linear` and then `rope_append`.
 
     x: [batch, q_len, dim]
-    w: [(n_heads + 2 n_kv_heads) head_dim, dim], rows of q, then k, then v
+    w: [(n_heads + 2 n_kv_heads) head_dim, dim], rows of q, then k, then v; or that packed
     b: [(n_heads + 2 n_kv_heads) head_dim]
     start: [batch] int32, tokens each sequence has in the cache; token i gets position start + i
     k_cache, v_cache: [batch, n_kv_heads, capacity, head_dim], written in place; views with a
@@ -66,6 +67,7 @@ def qkv_rope_append(
         _OP,
         strided=("k_cache", "v_cache"),
         optional=("b", "norm", "cos", "sin", "q_norm", "k_norm"),
+        may_be_packed=("w",),
         x=(x, "batch q_len dim"),
         w=(w, "n dim"),
         b=(b, "n"),
@@ -78,6 +80,7 @@ def qkv_rope_append(
         q_norm=(q_norm, "q_norm"),
         k_norm=(k_norm, "k_norm"),
     )
+    _matmul.check_plain(_OP, w)
     keys, values = _cache.writable(bound, k_cache, v_cache)
     batch, q_len, n, head_dim = (bound.sizes[name] for name in ("batch", "q_len", "n", "head_dim"))
     _, qk_norm = check_projection(bound, "w", n_heads, qk_rounding)
@@ -91,6 +94,7 @@ def qkv_rope_append(
         and qk_norm == "none"
         and head_dim % 2 == 0
         and bound.kind != "numpy"
+        and not isinstance(w, Packed)
     ):
         _few_rows(bound, tile, target, q, keys, values, n_heads, norm, interleaved, stream)
         return q
@@ -108,16 +112,15 @@ def qkv_rope_append(
         "interleaved": interleaved,
     }
     if bound.kind == "numpy":
-        qkv = reference.linear(
-            bound["x"], bound["w"], bound["b"], norm=_matmul.norm_tuple(bound, norm)
-        )
+        rows = _matmul.rows_of(bound, "w", w)
+        qkv = reference.linear(bound["x"], rows, bound["b"], norm=_matmul.norm_tuple(bound, norm))
         return rope_append(qkv, **options, out=q)
     size = batch * q_len * n
     scratch = device.SCRATCH.get(f"{_OP} qkv", size * bound.dtype.itemsize, q, stream)
     qkv = scratch[: size * bound.dtype.itemsize].view(bound.dtype).reshape(batch, q_len, n)
     linear(
         bound["x"],
-        bound["w"],
+        w if isinstance(w, Packed) else bound["w"],
         bound["b"],
         norm=None if norm is None else norm._replace(weight=bound["norm"]),
         out=qkv,
