@@ -1,6 +1,7 @@
 """One token at a time through the stages of kernels_cu/device/decode_roles.cuh.
 
-What `mega` and `fused` share: the packed weights, the kernel's template values, its arguments.
+What `mega` and `fused` share: the weights by their names there, the kernel's template values, its
+arguments.
 """
 
 from __future__ import annotations
