@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -142,9 +142,28 @@ class PackedRowsTile:
         return LaunchShape((ctas, -(-m // self.rows)), self.warps * 32, self.shared_bytes)
 
 
-Tile = RowsTile | MatmulTile
-PackedTile = PackedRowsTile | MatmulTile
+@dataclass(frozen=True)
+class PackedMatmulTile(MatmulTile):
+    """The same of packed weights, whose rows are multiplied by warps or by warpgroups (sm_90a)."""
 
+    cores: str = "warp"
+
+    @property
+    def template(self) -> tuple[Any, ...]:
+        """The kernel's template values, before the access width."""
+        return (*super().template, f"Cores::{self.cores}")
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Dynamic shared memory: warpgroups have their weights in registers."""
+        if self.cores == "warp":
+            return super().shared_bytes(itemsize)
+        return self.stages * self.block_m * self.block_k * itemsize
+
+
+Tile = RowsTile | MatmulTile
+PackedTile = PackedRowsTile | PackedMatmulTile
+
+_Shape = TypeVar("_Shape", bound=MatmulTile)
 _PANEL_ROWS = 16
 
 _TENSOR_CORES = (
@@ -160,13 +179,26 @@ _FFMA = (
     MatmulTile(64, 64, 16, 2, 2, 2, 0.6),
 )
 # A warp's weight rows are whole panels; its rows of x are what it reads again and again.
-_PACKED_TENSOR_CORES = (
-    MatmulTile(128, 128, 64, 4, 2, 3, 1.0),
-    MatmulTile(64, 128, 64, 2, 4, 3, 0.8),
-    MatmulTile(64, 64, 64, 2, 2, 4, 0.6),
-    MatmulTile(32, 64, 64, 1, 4, 6, 0.4),
-    MatmulTile(16, 64, 64, 1, 4, 8, 0.25),
-    MatmulTile(16, 32, 64, 1, 2, 8, 0.15),
+_PACKED_WARPS = (
+    PackedMatmulTile(128, 128, 64, 4, 2, 3, 1.0),
+    PackedMatmulTile(64, 128, 64, 2, 4, 3, 0.8),
+    PackedMatmulTile(64, 64, 64, 2, 2, 4, 0.6),
+    PackedMatmulTile(32, 64, 64, 1, 4, 6, 0.4),
+    PackedMatmulTile(16, 64, 64, 1, 4, 8, 0.25),
+    PackedMatmulTile(16, 32, 64, 1, 2, 8, 0.15),
+)
+# All of them or none: how wgmma and mma.sync round a sum need not be the same.
+_PACKED_WARPGROUPS = (
+    PackedMatmulTile(256, 128, 64, 1, 8, 6, 1.0, "warpgroup"),
+    PackedMatmulTile(128, 128, 64, 1, 8, 6, 0.75, "warpgroup"),
+    PackedMatmulTile(64, 128, 64, 1, 8, 6, 0.5, "warpgroup"),
+    PackedMatmulTile(64, 64, 64, 1, 4, 6, 0.45, "warpgroup"),
+    PackedMatmulTile(32, 64, 64, 1, 4, 8, 0.3, "warpgroup"),
+    PackedMatmulTile(16, 64, 64, 1, 4, 8, 0.2, "warpgroup"),
+)
+_PACKED_FFMA = (
+    PackedMatmulTile(128, 128, 16, 4, 2, 2, 1.0),
+    PackedMatmulTile(64, 64, 16, 2, 2, 2, 0.6),
 )
 
 
@@ -201,16 +233,17 @@ def choose_packed(target: Target, m: int, n_weight_rows: int, k: int, dtype: Any
         tile = _packed_rows_tile(target, m, k, itemsize)
         if tile is not None:
             return tile
-    shapes = _FFMA if itemsize == 4 else _PACKED_TENSOR_CORES
+    tensor_cores = _PACKED_WARPGROUPS if target.arch == "90a" else _PACKED_WARPS
+    shapes: tuple[PackedMatmulTile, ...] = _PACKED_FFMA if itemsize == 4 else tensor_cores
     return _cheapest(shapes, target, m, n_weight_rows, itemsize)
 
 
 def _cheapest(
-    shapes: tuple[MatmulTile, ...], target: Target, m: int, n_weight_rows: int, itemsize: int
-) -> MatmulTile:
+    shapes: tuple[_Shape, ...], target: Target, m: int, n_weight_rows: int, itemsize: int
+) -> _Shape:
     fitting = [tile for tile in shapes if tile.shared_bytes(itemsize) <= target.shared_bytes]
 
-    def cost(tile: MatmulTile) -> tuple[float, int]:
+    def cost(tile: _Shape) -> tuple[float, int]:
         waves = -(-tile.count(m, n_weight_rows) // target.sm_count)
         area = tile.block_m * tile.block_n
         return waves * area / tile.rate, -area

@@ -144,9 +144,11 @@ def test_bits_of_many_rows_do_not_depend_on_their_number(to_kernels, rng, dtype)
         np.testing.assert_array_equal(got, wanted[-m:])
 
 
-@pytest.mark.parametrize("tile", [*tiles._PACKED_TENSOR_CORES, *tiles._FFMA], ids=str)
+@pytest.mark.parametrize(
+    "tile", [*tiles._PACKED_WARPS, *tiles._PACKED_WARPGROUPS, *tiles._PACKED_FFMA], ids=str
+)
 def test_every_tile_gives_the_same_bits(to_kernels, rng, tile, monkeypatch):
-    dtype = np.float32 if tile in tiles._FFMA else bfloat16
+    dtype = np.float32 if tile in tiles._PACKED_FFMA else bfloat16
     arrays = inputs(rng, 18, 40, 136, dtype, 2)
     x, w, up = map(to_kernels, arrays)
     plain, both = pack(w), pack(w, up=up)
@@ -181,6 +183,53 @@ def test_matmul_is_linear_without_the_rest(to_kernels, rng, m, dtype):
     np.testing.assert_array_equal(plain, to_numpy(ops.linear(x, pack(w))))
     gate, _ = ops.matmul(x, pack(w, up=up))
     np.testing.assert_array_equal(to_numpy(gate), plain)
+
+
+@pytest.fixture
+def by_warpgroups(monkeypatch):
+    """Let the twin take the tiles of sm_90a."""
+    monkeypatch.setattr(tiles, "TWIN", dataclasses.replace(tiles.TWIN, arch="90a"))
+    assert tiles.choose_packed(tiles.TWIN, 9, 16, 16, np.dtype(bfloat16)).cores == "warpgroup"
+
+
+@pytest.mark.cpu_kernels
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("m, n, k", [(9, 40, 1), (33, 21, 67), (70, 150, 136), (140, 67, 328)])
+def test_warpgroups_match_float64(by_warpgroups, rng, m, n, k, dtype):
+    x, gate, up = inputs(rng, m, n, k, dtype, 2)
+    b, residual = vector(rng, n, dtype), rng.standard_normal((m, n)).astype(dtype)
+    to = device.twin
+    both = pack(to(gate), up=to(up))
+    out = poisoned((m, n), dtype, to)
+    ops.linear(to(x), pack(to(gate)), to(b), residual=to(residual), out=out)
+    assert_close(out, reference.linear(*double(x, gate, b), residual=double(residual)[0]), dtype)
+    out = poisoned((m, n), dtype, to)
+    ops.gated_linear(to(x), both, out=out)
+    assert_close(out, reference.gated_linear(*double(x, gate, up)), dtype)
+    outs = tuple(poisoned((m, n), dtype, to) for _ in range(2))
+    for mine, w in zip(ops.matmul(to(x), both, out=outs), (gate, up), strict=True):
+        assert_close(mine, reference.matmul(*double(x, w)), dtype)
+
+
+@pytest.mark.cpu_kernels
+@pytest.mark.parametrize("k", [328, 1000])
+def test_no_interleaving_of_warpgroups_changes_a_bit(by_warpgroups, rng, k):
+    x, w = map(device.twin, inputs(rng, 20, 80, k, bfloat16))
+    packed = pack(w)
+    results = set()
+    for seed in range(4):
+        with jit.twin_seed(seed):
+            results.add(ops.linear(x, packed).tobytes())
+    assert len(results) == 1
+
+
+@pytest.mark.cpu_kernels
+def test_warpgroups_keep_padding_out(by_warpgroups):
+    w = np.zeros((19, 41), np.float16)
+    w[3, 40], w[18, 0] = np.nan, np.inf
+    got = ops.linear(device.twin(np.ones((9, 41), np.float16)), pack(device.twin(w)))
+    assert np.isnan(got[:, 3]).all() and np.isinf(got[:, 18]).all()
+    assert (np.delete(got, [3, 18], axis=1) == 0).all()
 
 
 @pytest.mark.cpu_kernels
