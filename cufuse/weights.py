@@ -152,7 +152,8 @@ class _Filling:
             self._pack(field, int(index), array)
         else:
             place = self._place(field, int(index), array.size, array)
-            place[...] = array
+            with device.on_device_of(array):
+                place[...] = array
             setattr(made.layers[int(index)], field, place)
 
     def weights(self, *, tied: bool) -> Weights:
