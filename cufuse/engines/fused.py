@@ -1,4 +1,4 @@
-"""Neighbouring operations glued: five launches a layer, or a few more.
+"""Neighbouring operations glued: five launches a layer.
 
 One token of a model that the kernels of `mega` have goes through their phases, a launch each, and
 gives the same bits; prompts, batches and other models go through ops.

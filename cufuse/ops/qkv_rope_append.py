@@ -43,8 +43,9 @@ def qkv_rope_append(
     stream: Any = None,
 ) -> Array:
     """Project queries, keys and values, rotate queries and keys and append keys and values to the
-    cache; in one launch for up to tiles.MAX_ROWS rows without QK-norm and row-major weights, else
-    `linear` and then `rope_append`.
+    cache; in one launch for up to tiles.MAX_ROWS rows without QK-norm, else `linear` and then
+    `rope_append`. With packed weights the one launch takes a head_dim that is a multiple of 32,
+    and a number of half-split pairs that is one of 16.
 
     x: [batch, q_len, dim]
     w: [(n_heads + 2 n_kv_heads) head_dim, dim], rows of q, then k, then v; or that packed
@@ -87,17 +88,11 @@ def qkv_rope_append(
     q = bound.output("out", out, (batch, q_len, n_heads, head_dim))
     if batch * q_len * n == 0:
         return q
-    target = tiles.target_of(q)
-    tile = tiles.choose(_OP, target, batch * q_len, n, bound.sizes["dim"], bound.dtype)
-    if (
-        isinstance(tile, tiles.RowsTile)
-        and qk_norm == "none"
-        and head_dim % 2 == 0
-        and bound.kind != "numpy"
-        and not isinstance(w, Packed)
-    ):
-        _few_rows(bound, tile, target, q, keys, values, n_heads, norm, interleaved, stream)
-        return q
+    if bound.kind != "numpy" and qk_norm == "none":
+        tile = _rows_tile(bound, q, w, batch * q_len, head_dim, interleaved)
+        if tile is not None:
+            _few_rows(bound, tile, q, keys, values, n_heads, norm, interleaved, stream)
+            return q
     options = {
         "start": bound["start"],
         "k_cache": keys,
@@ -129,10 +124,23 @@ def qkv_rope_append(
     return rope_append(qkv, **options, out=q, stream=stream)
 
 
+def _rows_tile(
+    bound: Bound, q: Array, w: Array | Packed, rows: int, head_dim: int, interleaved: bool
+) -> tiles.RowsTile | tiles.PackedRowsTile | None:
+    """Choose the tile of the one launch; None where it does not take the rows or the heads."""
+    target, n, dim = tiles.target_of(q), bound.sizes["n"], bound.sizes["dim"]
+    tile: Any
+    if not isinstance(w, Packed):
+        tile = tiles.choose(_OP, target, rows, n, dim, bound.dtype)
+        return tile if isinstance(tile, tiles.RowsTile) and head_dim % 2 == 0 else None
+    tile = tiles.choose_packed(target, rows, n, dim, bound.dtype)
+    in_panels = head_dim % 32 == 0 and (interleaved or bound.sizes.get("n_pairs", 0) % 16 == 0)
+    return tile if isinstance(tile, tiles.PackedRowsTile) and in_panels else None
+
+
 def _few_rows(
     bound: Bound,
-    tile: tiles.RowsTile,
-    target: tiles.Target,
+    tile: tiles.RowsTile | tiles.PackedRowsTile,
     q: Array,
     keys: Array,
     values: Array,
@@ -147,16 +155,19 @@ def _few_rows(
     rows = batch * q_len
     n_pairs = bound.sizes.get("n_pairs", 0)
     max_pos = bound.sizes.get("max_pos", 0)
-    shape = tile.launch_shape(target, rows, n, bound.dtype.itemsize)
+    packed = isinstance(tile, tiles.PackedRowsTile)
+    # A CTA takes two panels at a time.
+    weight_rows = n // 2 if packed else n
+    shape = tile.launch_shape(tiles.target_of(q), rows, weight_rows, bound.dtype.itemsize)
     arrays = {"x": bound["x"], "w": bound["w"], "b": bound["b"], "norm_weight": bound["norm"]}
     kernel = jit.kernel(
-        "fused/qkv_rope_append.cu",
-        "qkv_rows",
+        f"fused/{'packed_' * packed}qkv_rope_append.cu",
+        f"{'packed_' * packed}qkv_rows",
         bound.dtype,
         pairing(interleaved),
         _matmul.rounding(norm),
         *tile.template,
-        width(dim, bound["x"], bound["w"], bound["norm"]),
+        width(dim, bound["x"], None if packed else bound["w"], bound["norm"]),
     )
     kernel.launch(
         shape.grid,

@@ -171,14 +171,21 @@ CUFUSE_DEVICE void stage_fragments(
   __syncthreads();
 }
 
-// Multiply panels by the rows of x. CTA b takes panel b and goes on by the grid.
+// Multiply `count` panels by the rows of x.
+//   panel_at(i)          the i-th panel of this CTA
 //   fill()               puts x into shared memory (`stage_fragments`); the first weights are on
 //                        their way meanwhile
 //   finish(panel, sums)  called by all threads for each panel; sums(row, m), row [0, 16)
 // `partial` holds Shape::kPartials floats of shared memory.
-template <typename Shape, typename T, typename Fill, typename Finish>
-CUFUSE_DEVICE void packed_rows(
-    const T* w, int panels, int k, const uint4* x, float* partial, Fill fill, Finish finish) {
+template <typename Shape, typename T, typename PanelAt, typename Fill, typename Finish>
+CUFUSE_DEVICE void packed_rows(const T* w,
+                               int count,
+                               int k,
+                               const uint4* x,
+                               float* partial,
+                               PanelAt panel_at,
+                               Fill fill,
+                               Finish finish) {
   constexpr int kM = Shape::kM, kWarps = Shape::kWarps, kUnroll = Shape::kUnroll;
   constexpr int kBatch = kUnroll * kWarps;  // pairs from one batch of a warp to its next
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -194,21 +201,22 @@ CUFUSE_DEVICE void packed_rows(
   // The first loads go out before anything is waited for.
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    if (warp + u * kWarps < pairs) load(batch[u], blockIdx.x, warp + u * kWarps);
+    if (warp + u * kWarps < pairs) load(batch[u], panel_at(0), warp + u * kWarps);
   }
   fill();
 
-  int parity = 0;
+  int panel = panel_at(0);
 #pragma unroll 1
-  for (int panel = blockIdx.x; panel < panels; panel += gridDim.x, parity ^= 1) {
-    const int next_panel = panel + gridDim.x;
+  for (int i = 0; i < count; ++i) {
+    const bool is_last = i + 1 == count;
+    const int next_panel = is_last ? panel : panel_at(i + 1);
     PackedRowSums<T, kM> sums;
 #pragma unroll 1
     for (int first = warp; first < pairs; first += kBatch) {
       // A slot of the batch is loaded again when it was used: from this panel or the next one.
       int next = first + kBatch, from = panel;
       if (next >= pairs) {
-        next = next_panel < panels ? warp : pairs;
+        next = is_last ? pairs : warp;
         from = next_panel;
       }
       const uint4* here = x + first * kM * 4;
@@ -221,11 +229,22 @@ CUFUSE_DEVICE void packed_rows(
       }
     }
     // Two buffers in turn need one barrier a panel.
-    float* all = partial + parity * kWarps * kM * Shape::kPitch;
+    float* all = partial + i % 2 * kWarps * kM * Shape::kPitch;
     sums.store(all + warp * kM * Shape::kPitch, Shape::kPitch);
     __syncthreads();
     finish(panel, PackedRowsSums<Shape>{all});
+    panel = next_panel;
   }
+}
+
+// The same where CTA b takes panel b and goes on by the grid, which is no larger than `panels`.
+template <typename Shape, typename T, typename Fill, typename Finish>
+CUFUSE_DEVICE void packed_rows(
+    const T* w, int panels, int k, const uint4* x, float* partial, Fill fill, Finish finish) {
+  const int first = blockIdx.x, step = gridDim.x;
+  packed_rows<Shape>(
+      w, (panels - first - 1) / step + 1, k, x, partial, [=](int i) { return first + i * step; },
+      fill, finish);
 }
 
 }  // namespace cufuse
