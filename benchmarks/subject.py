@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cufuse import config as configs
-from cufuse import device, engines, model, reference
+from cufuse import device, engines, jit, model, reference
 from cufuse import weights as weights_module
 from cufuse.benchmarks import verify
 from cufuse.benchmarks.rows import Row
@@ -78,11 +78,12 @@ class Subject:
 
     def empty(self) -> Weights:
         """Arrays of the right shapes that are never touched, to count with."""
-        arrays = {
-            name: device.twin(np.empty(shape, self.dtype))
+        arrays = (
+            (name, device.twin(np.empty(shape, self.dtype)))
             for name, shape in weights_module.shapes(self.config).items()
-        }
-        return weights_module.assemble(self.config, arrays)
+        )
+        with jit.record(dry=True):  # nothing is packed
+            return weights_module.assemble(self.config, arrays)
 
     def problem(self, engine: str, batch: int) -> str | None:
         """Say why an engine cannot run the model with such a batch, or return None."""

@@ -157,8 +157,7 @@ def bench(
     pp512 processes a prompt of 512. Every result is checked against float64 before it is timed; a
     wrong one exits with 3. Without a GPU launches and bytes are counted and the NumPy reference is
     timed; with --device cpu-kernels the kernels are checked as well. What mega cannot run is left
-    out with a line on stderr: it takes dense decoders, one sequence, and memory for a second,
-    packed copy of the weights.
+    out with a line on stderr: it takes dense decoders and one sequence.
     """
     where = resolve_device(device_name)
     chosen = tuple(engine_names) or ENGINES

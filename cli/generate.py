@@ -44,8 +44,7 @@ Examples:
     "-e",
     "--engine",
     type=engine_choice,
-    help="How a step is run; mega needs memory for a second, packed copy of the weights.  "
-    "[default: fused; on the CPU reference]",
+    help="How a step is run.  [default: fused; on the CPU reference]",
 )
 @click.option(
     "--prefill",

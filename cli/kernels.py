@@ -21,7 +21,6 @@ from cufuse import plan as plans
 from cufuse.cli._cubin import threads_per_cta
 from cufuse.cli._errors import NOT_AVAILABLE, RUN_FAILED, USAGE, Failure
 from cufuse.cli._options import dtype_type, format_option, words
-from cufuse.engines import _decode
 
 _STATIC_SHARED_BYTES = 48 * 1024
 _REGISTERS_PER_SM = 65536
@@ -144,7 +143,7 @@ def kernels(
 def _plan(model: str, target: tiles.Target, context: int, dtype: np.dtype) -> plans.Plan:
     """Plan a token of a model behind `context` others."""
     c = config.preset(model)
-    problem = _decode.problem(c)
+    problem = c.decode_problem
     if problem:
         raise Failure(f"--plan: {c.name} has {problem}, which mega does not have", NOT_AVAILABLE)
     if context >= c.max_seq_len:

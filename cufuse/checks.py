@@ -79,6 +79,7 @@ def bind(
     *,
     strided: Collection[str] = (),
     optional: Collection[str] = (),
+    may_be_packed: Collection[str] = (),
     **specs: tuple[Any, ...],
 ) -> Bound:
     """Bind named dimensions to sizes and check library, device and dtype of all arrays of a call.
@@ -87,8 +88,9 @@ def bind(
     itself, a leading `...` takes any number of dimensions (the same for all arrays that have it).
     Without a dtype an array is floating (fp16, bf16 or fp32) and all such arrays share one dtype.
     An array named in `optional` may be None and is left out. Arrays come back C-contiguous; those
-    named in `strided` only need a contiguous last dimension. Raises TypeError for libraries and
-    dtypes, ValueError for sizes.
+    named in `strided` only need a contiguous last dimension. One named in `may_be_packed` may be a
+    `pack.Packed`: its dimensions are those of the weight, what comes back is its flat array. Raises
+    TypeError for libraries and dtypes, ValueError for sizes.
     """
     bound = Bound(op)
     float_name = lead_name = None
@@ -96,8 +98,9 @@ def bind(
         if raw is None and name in optional:
             bound.arrays[name] = None
             continue
+        is_packed = name in may_be_packed and hasattr(raw, "array")
         try:
-            array = device.as_array(raw)
+            array = raw.array if is_packed else device.as_array(raw)
         except TypeError as error:
             raise _not_an_array(op, name, error) from None
         kind = device.kind(array)
@@ -128,24 +131,25 @@ def bind(
                 "cast one of them"
             )
         has_lead, names = _names(dims)
-        shape, skipped = array.shape, array.ndim - len(names)
+        shape = raw.shape if is_packed else array.shape
+        skipped = len(shape) - len(names)
         if has_lead:
             lead = shape[:skipped]
             if skipped < 0:
-                raise ValueError(_ndim_message(op, name, dims, array))
+                raise ValueError(_ndim_message(op, name, dims, shape))
             if lead_name is None:
                 lead_name, bound.lead = name, lead
             elif lead != bound.lead:
                 raise ValueError(
-                    f"{op}: {name} is {_shape(array.shape)} and its leading dimensions differ from "
+                    f"{op}: {name} is {_shape(shape)} and its leading dimensions differ from "
                     f"those of {lead_name}, {_shape(bound.lead)}"
                 )
         elif skipped:
-            raise ValueError(_ndim_message(op, name, dims, array))
+            raise ValueError(_ndim_message(op, name, dims, shape))
         for dim, size in zip(names, shape[skipped:], strict=True):
             wanted = dim if isinstance(dim, int) else bound.sizes.setdefault(dim, size)
             if size != wanted:
-                raise ValueError(_size_message(op, name, dims, array, dim, wanted, specs))
+                raise ValueError(_size_message(op, name, dims, shape, dim, wanted, specs))
         bound.arrays[name] = array if array.flags.c_contiguous else _packed(array, name in strided)
     return bound
 
@@ -218,7 +222,7 @@ def _size_message(
     op: str,
     name: str,
     dims: str,
-    array: Array,
+    shape: Collection[int],
     dim: str | int,
     wanted: int,
     specs: dict[str, tuple[Any, ...]],
@@ -226,8 +230,8 @@ def _size_message(
     """Name the array that bound a dimension first."""
     earlier = [n for n, (raw, d, *_) in specs.items() if raw is not None and dim in _names(d)[1]]
     origin = f"{earlier[0]} has" if isinstance(dim, str) else "wanted"
-    return f"{op}: {name} is [{dims}] = {_shape(array.shape)} but {origin} {dim} = {wanted}"
+    return f"{op}: {name} is [{dims}] = {_shape(shape)} but {origin} {dim} = {wanted}"
 
 
-def _ndim_message(op: str, name: str, dims: str, array: Array) -> str:
-    return f"{op}: {name} is {_shape(array.shape)}, wanted [{', '.join(dims.split())}]"
+def _ndim_message(op: str, name: str, dims: str, shape: Collection[int]) -> str:
+    return f"{op}: {name} is {_shape(shape)}, wanted [{', '.join(dims.split())}]"

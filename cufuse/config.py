@@ -112,6 +112,29 @@ class Config:
         return dataclasses.replace(self, n_layers=min(n_layers, self.n_layers))
 
     @property
+    def decode_problem(self) -> str | None:
+        """What of the model, in a few words, the decode kernels do not have; None for nothing."""
+        group = self.n_heads // self.n_kv_heads
+        reasons = {
+            "layernorm": self.norm != "rmsnorm",
+            "a norm behind the block": self.norm_placement != "pre",
+            "an MLP without a gate": not self.gated,
+            "experts": bool(self.n_experts),
+            "a clamped SwiGLU": self.swiglu_limit is not None,
+            "no rotary positions": not self.rope_theta or self.rotary_dim % 4 != 0,
+            "a bidirectional encoder": not self.causal or not self.has_head,
+            "a QK-norm over all heads": self.qk_norm == "full",
+            f"{group} query heads a KV head, more than 8": group > 8,
+            f"head_dim {self.head_dim}, not a multiple of 16 up to 256": (
+                self.head_dim % 16 != 0 or self.head_dim > 256
+            ),
+            f"dim {self.dim} or hidden_dim {self.hidden_dim}, not multiples of 8": (
+                self.dim % 8 != 0 or self.hidden_dim % 8 != 0
+            ),
+        }
+        return next((words for words, applies in reasons.items() if applies), None)
+
+    @property
     def n_parameters(self) -> int:
         """Count all weights."""
         d, experts = self.dim, max(self.n_experts, 1)

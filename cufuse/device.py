@@ -232,18 +232,6 @@ def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def free_bytes(like: Array) -> int | None:
-    """Return what can still be allocated on like's GPU, unused blocks of CuPy's pool included.
-
-    None for host memory.
-    """
-    if kind(like) != "cupy":
-        return None
-    cupy = require_cupy()
-    with on_device_of(like):
-        return cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()
-
-
 def as_stream(stream: Any) -> Any:
     """Turn None, a CuPy stream, a `__cuda_stream__` object or a raw handle into a CuPy stream."""
     cuda = require_cupy().cuda

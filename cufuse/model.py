@@ -66,8 +66,7 @@ class Model:
         """Yield the ids that follow a prompt, one by one.
 
         ids: the prompt's ids, [n]
-        engine: "reference", "unfused", "fused" or "mega"; mega, and fused where it fits, pack a
-            second copy of a dense model's weights at the first step
+        engine: "reference", "unfused", "fused" or "mega"
         temperature: 0 takes the likeliest; top_k, top_p and min_p as in `ops.sample`
         stop_ids: generation ends behind one of them; the tokenizer's when left out
         graph: replay a CUDA graph of the step (GPU only)
@@ -144,6 +143,9 @@ def load(
     seed: int | None = None,
 ) -> Model:
     """Load a model from a file or folder, a pulled model by name, or a preset with random weights.
+
+    On a GPU the matrices of a dense decoder are packed as they are loaded, one after the other: all
+    engines read that one copy.
 
     path_or_preset: a GGUF file, a folder with config.json and safetensors, the name of a model that
         was pulled ("smollm2-135m"), or a preset ("tiny-moe"; `cufuse.config.PRESETS`)

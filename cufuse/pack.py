@@ -1,4 +1,4 @@
-"""Weights to the packed layout that decode kernels read (device/packed.cuh), and back."""
+"""Weights to the layout in which kernels multiply (device/packed.cuh), and back."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ class Packed:
         _check_address("Packed: array", self.array)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the weight; of a gate and its up those of each."""
+        return self.n, self.k
+
+    @property
     def dtype(self) -> Any:
         """The weight's dtype."""
         return self.array.dtype
@@ -51,6 +56,24 @@ class Packed:
     def size_bytes(self) -> int:
         """Bytes of the array, padding included."""
         return self.array.nbytes
+
+    def rows(self, begin: int, end: int) -> Packed:
+        """Return rows from begin to before end, a view; of a gate and its up those of each.
+
+        begin: where a panel begins: a multiple of 16, gated of 8
+
+        Raises ValueError for rows that the weight does not have, or that begin within a panel.
+        """
+        checks.number("rows", "begin", begin, 0, whole=True)
+        checks.number("rows", "end", end, begin + 1, whole=True)
+        if end > self.n:
+            raise ValueError(f"rows: end is {end} and the weight has n = {self.n} rows")
+        per_panel = _panel_rows(self.gated)
+        if begin % per_panel:
+            raise ValueError(f"rows: begin is {begin}, wanted a multiple of {per_panel}")
+        panel = self.array.size // _panels(self.n, self.gated)
+        first, last = begin // per_panel, _panels(end, self.gated)
+        return Packed(self.array[first * panel : last * panel], end - begin, self.k, self.gated)
 
 
 def packed_size(n: int, k: int, dtype: Any, *, gated: bool = False) -> int:

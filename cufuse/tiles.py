@@ -1,14 +1,15 @@
 """How a matrix product is cut: (op, target, shape, dtype) -> a frozen tile, as plain data.
 
 Two kinds: `RowsTile` for a few rows of x, where the time is that of reading the weights once
-(device/matvec.cuh), and `MatmulTile` for many (device/tile_matmul.cuh).
+(device/matvec.cuh), and `MatmulTile` for many (device/tile_matmul.cuh). Packed weights have a
+`PackedRowsTile` (device/packed_rows.cuh) and `MatmulTile`s of their own (device/packed_tiles.cuh).
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -115,7 +116,55 @@ class MatmulTile:
         return self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
 
 
+@dataclass(frozen=True)
+class PackedRowsTile:
+    """The `warps` of a CTA share the K of a panel of packed weights, for `rows` rows of x.
+
+    What a sum's order depends on is `warps`, the same for all.
+    """
+
+    rows: int
+    warps: int
+    unroll: int
+    shared_bytes: int  # of x
+    resident: int  # CTAs that an SM holds
+
+    @property
+    def template(self) -> tuple[int, ...]:
+        """The kernel's template values, before the access width."""
+        return (self.rows, self.warps, self.unroll)
+
+    def launch_shape(
+        self, target: Target, m: int, n_weight_rows: int, itemsize: int
+    ) -> LaunchShape:
+        """CTAs that walk over the panels, and passes over them."""
+        ctas = min(-(-n_weight_rows // _PANEL_ROWS), target.sm_count * self.resident)
+        return LaunchShape((ctas, -(-m // self.rows)), self.warps * 32, self.shared_bytes)
+
+
+@dataclass(frozen=True)
+class PackedMatmulTile(MatmulTile):
+    """The same of packed weights, whose rows are multiplied by warps or by warpgroups (sm_90a)."""
+
+    cores: str = "warp"
+
+    @property
+    def template(self) -> tuple[Any, ...]:
+        """The kernel's template values, before the access width."""
+        return (*super().template, f"Cores::{self.cores}")
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Dynamic shared memory: warpgroups have their weights in registers."""
+        if self.cores == "warp":
+            return super().shared_bytes(itemsize)
+        return self.stages * self.block_m * self.block_k * itemsize
+
+
 Tile = RowsTile | MatmulTile
+PackedTile = PackedRowsTile | PackedMatmulTile
+
+_Shape = TypeVar("_Shape", bound=MatmulTile)
+_PANEL_ROWS = 16
 
 _TENSOR_CORES = (
     MatmulTile(128, 128, 64, 2, 4, 3, 1.0),
@@ -128,6 +177,28 @@ _TENSOR_CORES = (
 _FFMA = (
     MatmulTile(128, 128, 16, 4, 2, 2, 1.0),
     MatmulTile(64, 64, 16, 2, 2, 2, 0.6),
+)
+# A warp's weight rows are whole panels; its rows of x are what it reads again and again.
+_PACKED_WARPS = (
+    PackedMatmulTile(128, 128, 64, 4, 2, 3, 1.0),
+    PackedMatmulTile(64, 128, 64, 2, 4, 3, 0.8),
+    PackedMatmulTile(64, 64, 64, 2, 2, 4, 0.6),
+    PackedMatmulTile(32, 64, 64, 1, 4, 6, 0.4),
+    PackedMatmulTile(16, 64, 64, 1, 4, 8, 0.25),
+    PackedMatmulTile(16, 32, 64, 1, 2, 8, 0.15),
+)
+# All of them or none: how wgmma and mma.sync round a sum need not be the same.
+_PACKED_WARPGROUPS = (
+    PackedMatmulTile(256, 128, 64, 1, 8, 6, 1.0, "warpgroup"),
+    PackedMatmulTile(128, 128, 64, 1, 8, 6, 0.75, "warpgroup"),
+    PackedMatmulTile(64, 128, 64, 1, 8, 6, 0.5, "warpgroup"),
+    PackedMatmulTile(64, 64, 64, 1, 4, 6, 0.45, "warpgroup"),
+    PackedMatmulTile(32, 64, 64, 1, 4, 8, 0.3, "warpgroup"),
+    PackedMatmulTile(16, 64, 64, 1, 4, 8, 0.2, "warpgroup"),
+)
+_PACKED_FFMA = (
+    PackedMatmulTile(128, 128, 16, 4, 2, 2, 1.0),
+    PackedMatmulTile(64, 64, 16, 2, 2, 2, 0.6),
 )
 
 
@@ -151,15 +222,49 @@ def choose(op: str, target: Target, m: int, n: int, k: int, dtype: Any) -> Tile:
         if tile is not None:
             return tile
     shapes = _FFMA if itemsize == 4 else _TENSOR_CORES
-    per_output = WEIGHT_ROWS[op]
+    return _cheapest(shapes, target, m, n * WEIGHT_ROWS[op], itemsize)
+
+
+@functools.cache
+def choose_packed(target: Target, m: int, n_weight_rows: int, k: int, dtype: Any) -> PackedTile:
+    """Choose the tile of x [m, k] times a packed weight [n_weight_rows, k], or two of half that."""
+    itemsize = np.dtype(dtype).itemsize
+    if m <= MAX_ROWS:
+        tile = _packed_rows_tile(target, m, k, itemsize)
+        if tile is not None:
+            return tile
+    tensor_cores = _PACKED_WARPGROUPS if target.arch == "90a" else _PACKED_WARPS
+    shapes: tuple[PackedMatmulTile, ...] = _PACKED_FFMA if itemsize == 4 else tensor_cores
+    return _cheapest(shapes, target, m, n_weight_rows, itemsize)
+
+
+def _cheapest(
+    shapes: tuple[_Shape, ...], target: Target, m: int, n_weight_rows: int, itemsize: int
+) -> _Shape:
     fitting = [tile for tile in shapes if tile.shared_bytes(itemsize) <= target.shared_bytes]
 
-    def cost(tile: MatmulTile) -> tuple[float, int]:
-        waves = -(-tile.count(m, n * per_output) // target.sm_count)
+    def cost(tile: _Shape) -> tuple[float, int]:
+        waves = -(-tile.count(m, n_weight_rows) // target.sm_count)
         area = tile.block_m * tile.block_n
         return waves * area / tile.rate, -area
 
     return min(fitting, key=cost)
+
+
+def _packed_rows_tile(target: Target, m: int, k: int, itemsize: int) -> PackedRowsTile | None:
+    """Eight warps of four KB each on their way, two CTAs an SM where their x fits."""
+    warps, unroll = 8, 4
+    row_bytes = 32 * _packed_tiles(k, itemsize)
+    for rows in (8, 4, 2, 1):
+        if rows > 1 and rows // 2 >= m:
+            continue
+        partial_bytes = 2 * warps * rows * (_PANEL_ROWS + 4) * 4
+        used = rows * row_bytes + partial_bytes
+        if used > target.shared_bytes:
+            continue
+        resident = min(max(target.shared_bytes // (used + 1024), 1), 16 // warps)
+        return PackedRowsTile(rows, warps, unroll, rows * row_bytes, resident)
+    return None
 
 
 def chunks(k: int, itemsize: int) -> int:

@@ -1,25 +1,35 @@
-"""A model's weights as arrays: one copy, row-major, that every engine reads."""
+"""A model's weights as arrays: one copy that every engine reads.
+
+NumPy arrays lie row by row. Where kernels run, the matrices of a model that the decode kernels have
+(`Config.decode_problem` is None) are packed (pack.py), one after the other as they come, and those
+of a kind lie one behind the other; only the embedding stays a table of rows, also where it is the
+head too.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cufuse import checks, device, jit
+from cufuse import checks, device, jit, pack
 from cufuse.config import Config
 from cufuse.device import Array
+from cufuse.pack import Packed
 from cufuse.reference import random as counter
 
 
 @dataclass
 class Layer:
-    """One block. Linear weights are [out, in]; what a family does not have is None."""
+    """One block. Linear weights are [out, in]; what a family does not have is None.
+
+    Packed, qkv, out and down are `Packed`, and gate_up takes the place of gate and up.
+    """
 
     attn_norm: Array = None  # [dim]
     attn_norm_bias: Array = None  # [dim]; LayerNorm only
@@ -38,6 +48,7 @@ class Layer:
     gate_bias: Array = None  # [hidden_dim], with experts [n_experts, hidden_dim]
     up: Array = None  # as gate
     up_bias: Array = None  # as gate_bias
+    gate_up: Packed | None = None  # [hidden_dim, dim] twice; no experts
     down: Array = None  # [dim, hidden_dim], with experts [n_experts, dim, hidden_dim]
     down_bias: Array = None  # [dim], with experts [n_experts, dim]
 
@@ -54,7 +65,10 @@ class Weights:
     embedding_norm_bias: Array = None  # [dim]; BERT only
     layers: list[Layer] = dataclasses.field(default_factory=list)
     final_norm: Array = None  # [dim]
-    head: Array = None  # [vocab_size, dim]; the same array as `embedding` when tied
+    head: Array = None  # [vocab_size, dim]; when tied and not packed, the same array as `embedding`
+    # Packed: what the arrays of all layers are views of, by their names in `Layer`, layer after
+    # layer.
+    stacks: dict[str, Array] = dataclasses.field(default_factory=dict)
 
     @property
     def dtype(self) -> Any:
@@ -64,13 +78,14 @@ class Weights:
     @property
     def size_bytes(self) -> int:
         """Bytes of all arrays, shared ones counted once."""
-        return sum({id(array): array.nbytes for _, array in self.named()}.values())
+        arrays = {id(value): value for _, value in self.named()}
+        return sum(v.size_bytes if isinstance(v, Packed) else v.nbytes for v in arrays.values())
 
-    def named(self) -> Iterator[tuple[str, Array]]:
+    def named(self) -> Iterator[tuple[str, Array | Packed]]:
         """Yield (name, array) of everything that is there, layers as "layers.3.qkv"."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("config", "layers") and value is not None:
+            if field.name not in _NOT_ARRAYS and value is not None:
                 yield field.name, value
         for i, layer in enumerate(self.layers):
             for field in dataclasses.fields(layer):
@@ -78,25 +93,87 @@ class Weights:
                 if value is not None:
                     yield f"layers.{i}.{field.name}", value
 
+    def rows(self) -> Iterator[tuple[str, Array]]:
+        """Yield (name, array) as `shapes` names them: a matrix is row by row, unpacked for that."""
+        for name, value in self.named():
+            if name == "head" and self._head_is_tied():
+                continue
+            if not isinstance(value, Packed):
+                yield name, value
+            elif value.gated:
+                gate, up = pack.unpack(value)
+                yield name.replace("gate_up", "gate"), gate
+                yield name.replace("gate_up", "up"), up
+            else:
+                yield name, pack.unpack(value)
+
     def map(self, change: Callable[[Array], Array]) -> Weights:
-        """Apply a function to every array; an array that is shared stays shared."""
-        done: dict[int, Array] = {}
+        """Apply a function to every array, matrices row by row; the result is packed anew.
 
-        def apply(value: Array) -> Array:
-            if value is None:
-                return None
-            if id(value) not in done:
-                done[id(value)] = change(value)
-            return done[id(value)]
+        A tied head stays tied.
+        """
+        filled = _Filling(self.config, len(self.layers))
+        for name, array in self.rows():
+            filled.put(name, change(array))
+            del array
+        return filled.weights(tied=self._head_is_tied())
 
-        made = Weights(self.config)
-        for field in dataclasses.fields(self):
-            if field.name not in ("config", "layers"):
-                setattr(made, field.name, apply(getattr(self, field.name)))
-        for layer in self.layers:
-            values = {f.name: apply(getattr(layer, f.name)) for f in dataclasses.fields(layer)}
-            made.layers.append(Layer(**values))
-        return made
+    def _head_is_tied(self) -> bool:
+        return self.head is not None and self.config.tied_embeddings
+
+
+_NOT_ARRAYS = ("config", "layers", "stacks")
+_MATRICES = ("qkv", "out", "gate", "up", "down")  # of a layer, those that are packed
+
+
+class _Filling:
+    """Weights that arrays are put into as they come, one after the other."""
+
+    def __init__(self, config: Config, n_layers: int) -> None:
+        self._made = Weights(config, layers=[Layer() for _ in range(n_layers)])
+        self._halves: dict[str, Array] = {}  # a gate, or an up, that waits for the other
+
+    def put(self, name: str, array: Array) -> None:
+        """Take an array; one that is packed or copied is not kept."""
+        made = self._made
+        packs = device.kind(array) != "numpy" and made.config.decode_problem is None
+        if not name.startswith("layers."):
+            setattr(made, name, pack.pack(array) if packs and name == "head" else array)
+            return
+        _, index, field = name.split(".")
+        if not packs:
+            setattr(made.layers[int(index)], field, array)
+        elif field in ("gate", "up"):
+            self._halves[field] = array
+            if len(self._halves) == 2:
+                gate, up = self._halves.pop("gate"), self._halves.pop("up")
+                self._pack("gate_up", int(index), gate, up)
+        elif field in _MATRICES:
+            self._pack(field, int(index), array)
+        else:
+            place = self._place(field, int(index), array.size, array)
+            with device.on_device_of(array):
+                place[...] = array
+            setattr(made.layers[int(index)], field, place)
+
+    def weights(self, *, tied: bool) -> Weights:
+        """Return what was put together; a tied head is made of the embedding."""
+        if tied:
+            self.put("head", self._made.embedding)
+        return self._made
+
+    def _pack(self, field: str, index: int, w: Array, up: Array = None) -> None:
+        n, k = w.shape
+        size = pack.packed_size(n, k, w.dtype, gated=up is not None)
+        packed = pack.pack(w, up=up, out=self._place(field, index, size, w))
+        setattr(self._made.layers[index], field, packed)
+
+    def _place(self, field: str, index: int, size: int, like: Array) -> Array:
+        """Return the part of a stack that belongs to a layer."""
+        stacks = self._made.stacks
+        if field not in stacks:
+            stacks[field] = device.empty((len(self._made.layers) * size,), like.dtype, like)
+        return stacks[field][index * size : (index + 1) * size]
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -147,27 +224,28 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in made.items() if shape is not None}
 
 
-def assemble(config: Config, arrays: dict[str, Array]) -> Weights:
-    """Put arrays named as in `shapes` together; raises ValueError for a missing or wrong one."""
-    wanted = shapes(config)
-    for name, shape in wanted.items():
-        if name not in arrays:
-            raise ValueError(f"model {config.name}: tensor {name} is missing")
-        if tuple(arrays[name].shape) != shape:
+def assemble(config: Config, arrays: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> Weights:
+    """Put arrays named as in `shapes` together; raises ValueError for a missing or wrong one.
+
+    arrays: by name, or pairs of a name and an array, each of which may be made when it is asked for
+        and is dropped once it is packed
+    """
+    wanted, missing = shapes(config), dict.fromkeys(shapes(config))
+    filled = _Filling(config, config.n_layers)
+    for name, array in arrays.items() if isinstance(arrays, Mapping) else arrays:
+        if name not in wanted:
+            continue
+        if tuple(array.shape) != wanted[name]:
             raise ValueError(
-                f"model {config.name}: tensor {name} is {list(arrays[name].shape)}, "
-                f"wanted {list(shape)}"
+                f"model {config.name}: tensor {name} is {list(array.shape)}, "
+                f"wanted {list(wanted[name])}"
             )
-    made = Weights(config, layers=[Layer() for _ in range(config.n_layers)])
-    for name in wanted:
-        if name.startswith("layers."):
-            _, index, field = name.split(".")
-            setattr(made.layers[int(index)], field, arrays[name])
-        else:
-            setattr(made, name, arrays[name])
-    if config.has_head and config.tied_embeddings:
-        made.head = made.embedding
-    return made
+        filled.put(name, array)
+        missing.pop(name)
+        del array
+    if missing:
+        raise ValueError(f"model {config.name}: tensor {next(iter(missing))} is missing")
+    return filled.weights(tied=config.has_head and config.tied_embeddings)
 
 
 # ---- a model that nobody trained ----------------------------------------------------------------
@@ -198,20 +276,15 @@ def random(
         raise TypeError(f"random: dtype is {dtype}, wanted float16, bfloat16 or float32")
     checks.option("random", "kind", kind, ("numpy", "cupy", "twin"))
     _check_seed("random", seed)
-    arrays = {}
-    for name, shape in shapes(config).items():
+
+    def tensor(name: str, shape: tuple[int, ...]) -> Array:
         center, half_width = _range(config, name)
-        arrays[name] = hash_uniform(
-            shape,
-            dtype,
-            seed=seed,
-            tensor=name,
-            half_width=half_width,
-            center=center,
-            kind=kind,
-            gpu=gpu,
+        options: dict[str, Any] = {"seed": seed, "kind": kind, "gpu": gpu}
+        return hash_uniform(
+            shape, dtype, tensor=name, half_width=half_width, center=center, **options
         )
-    return assemble(config, arrays)
+
+    return assemble(config, ((name, tensor(name, s)) for name, s in shapes(config).items()))
 
 
 def _range(config: Config, name: str) -> tuple[float, float]:

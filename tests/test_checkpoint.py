@@ -560,9 +560,10 @@ def test_load_puts_weights_where_it_is_told(tmp_path, rng, kind):
     path = write_gguf(tmp_path / "m.gguf", gguf_tensors(rng), "Q4_1")
     made = checkpoint.load(path, dtype=ml_dtypes.bfloat16, kind=kind).weights
     wanted = checkpoint.load(path, dtype=ml_dtypes.bfloat16).weights
-    for (name, got), (_, array) in zip(made.named(), wanted.named(), strict=True):
+    for (name, got), (_, array) in zip(made.rows(), wanted.rows(), strict=True):
         assert device.kind(got) == kind, name
         np.testing.assert_array_equal(to_numpy(got), array)
+    assert bool(made.stacks) == (kind != "numpy")
 
 
 def test_loading_never_holds_the_model_twice(tmp_path, rng, monkeypatch):

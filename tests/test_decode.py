@@ -344,15 +344,28 @@ def _at(state: State, length: int) -> State:
     return state
 
 
-def test_a_count_leaves_no_weights_that_a_step_would_take(monkeypatch):
+def test_a_step_takes_the_weights_as_they_lie():
     case = _case("twin", "llama", "fp16", 1)
-    fresh = case.weights.map(lambda array: array)
-    with jit.record(dry=True):
-        counted = _decode.prepare(fresh)
-        assert not counted.packed and _decode.prepare(fresh) is counted
     with jit.record() as record:
-        packed = _decode.prepare(fresh)
-    assert packed.packed and packed is _decode.prepare(fresh) and not record.launches
+        arrays = _decode.arrays(case.weights)
+    assert _decode.arrays(case.weights) is arrays and not record.launches
+    layer = case.weights.layers[0]
+    for name in ("qkv", "out", "gate_up", "down"):
+        assert device.address(arrays[name]) == device.address(getattr(layer, name).array)
+    assert device.address(arrays["head"]) == device.address(case.weights.head.array)
+    assert arrays["sinks"] is None and arrays["qkv_bias"] is None
+
+
+def test_a_cut_model_reads_the_first_layers(rng):
+    whole = _case("twin", "qwen3", "bf16", 3).weights
+    cut = dataclasses.replace(whole, config=whole.config.cut(1), layers=whole.layers[:1])
+    for name, array in _decode.arrays(cut).items():
+        of_all = _decode.arrays(whole)[name]
+        if name in whole.stacks:
+            assert array.size * 3 == of_all.size
+            assert device.address(array) == device.address(of_all)
+        else:
+            assert array is of_all
 
 
 @BOTH

@@ -190,8 +190,9 @@ PRODUCTS = "matmul_rows matmul_rows matmul_rows"
 BIASED = "matmul_rows add matmul_rows add matmul_rows add"
 CORE = "append scores_rows softmax values_rows matmul_rows"
 UNFUSED_LAYERS = {
+    # Packed; gate and up, which are packed together, are one product.
     "llama": f"rmsnorm {PRODUCTS} rope rope {CORE} add "
-    "rmsnorm matmul_rows matmul_rows activation mul matmul_rows add",
+    "rmsnorm matmul_rows activation mul matmul_rows add".replace("matmul", "packed_matmul"),
     "olmoe": f"rmsnorm {PRODUCTS} rmsnorm rmsnorm rope rope {CORE} add "
     "rmsnorm router_logits softmax topk "
     "expert_matmul expert_matmul activation mul expert_matmul combine add",
@@ -210,8 +211,8 @@ def test_unfused_launches_every_operation_by_itself(name):
         engines.get("unfused").step(weights, State(weights, capacity=4), tokens)
     launched = [launch.kernel for launch in record.launches]
     layers = f"{UNFUSED_LAYERS[name]} {UNFUSED_LAYERS[name]}"
-    encoder = name == "bert"
-    wanted = f"embed layernorm {layers}" if encoder else f"embed {layers} rmsnorm matmul_rows"
+    encoder, product = name == "bert", "packed_" * (name == "llama") + "matmul_rows"
+    wanted = f"embed layernorm {layers}" if encoder else f"embed {layers} rmsnorm {product}"
     assert launched == [*wanted.split(), "advance"]
 
 

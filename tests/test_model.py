@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import cufuse
-from cufuse import device, engines, generate, jit
-from cufuse.engines import _decode
+from cufuse import device, generate, jit
 from cufuse.model import Model
 from cufuse.weights import random
 
@@ -152,34 +151,3 @@ def test_mega_refuses_a_model_before_anything_is_launched(name):
         ):
             call([1, 2], engine="mega")
         assert not record.launches
-
-
-def test_a_second_copy_of_the_weights_has_to_fit(monkeypatch):
-    made = on_twin("tiny")
-    needed = _decode.packed_bytes(made.config, made.dtype)
-    monkeypatch.setattr(device, "free_bytes", lambda like: needed - 1)
-    sentence = (
-        r"engine mega: tiny needs 0\.00 GB for a second, packed copy of its weights and this GPU "
-        r"has 0\.00 GB free; use engine fused"
-    )
-    state = made.state(4)
-    with jit.record(dry=True) as record:
-        with pytest.raises(cufuse.Unsupported, match=sentence):
-            made.generate([1], engine="mega")
-        with pytest.raises(cufuse.Unsupported, match=sentence):
-            engines.get("mega").step(made.weights, state, state.tokens)
-    assert not record.launches and state.length == 0
-    with jit.record(dry=True) as record:  # fused does without, and goes on so
-        engines.get("fused").step(made.weights, state, state.tokens)
-        monkeypatch.setattr(device, "free_bytes", lambda like: needed)
-        engines.get("fused").step(made.weights, state, state.tokens)
-    assert "linear_rows" in {launch.kernel for launch in record.launches}
-    assert "decode_phase" not in {launch.kernel for launch in record.launches}
-    engines.check("mega", made.weights)  # now it fits
-
-
-def test_packed_bytes_are_those_of_the_packed_arrays(dense):
-    with jit.record(dry=True):
-        arrays = _decode.prepare(dense.weights).arrays
-    wanted = sum(arrays[name].nbytes for name in ("head", "qkv", "out", "gate_up", "down"))
-    assert _decode.packed_bytes(dense.config, dense.dtype) == wanted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import ml_dtypes
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from conftest import DTYPES, TOLERANCE, assert_close, poisoned, relative_error, to_numpy
 
-from cufuse import jit, ops, reference, tiles
+from cufuse import device, jit, ops, reference, tiles
 from cufuse.ops.rmsnorm import Norm
+from cufuse.pack import pack
 
 bfloat16 = ml_dtypes.bfloat16
 CAPACITY = 9
@@ -121,6 +123,104 @@ def test_with_norms(to, rng, qk):
         assert [launch.kernel for launch in record.launches] == wanted
 
 
+PACKED_SIZES = {
+    "narrow heads": SIZES["decode"],
+    "odd heads": SIZES["chunk"],
+    "decode": dict(batch=3, q_len=1, dim=40, n_heads=3, n_kv_heads=1, head_dim=32, n_pairs=16),
+    "chunk": dict(batch=1, q_len=7, dim=67, n_heads=2, n_kv_heads=2, head_dim=64, n_pairs=32),
+    "partly": dict(batch=2, q_len=2, dim=130, n_heads=4, n_kv_heads=2, head_dim=96, n_pairs=16),
+    "some pairs": dict(batch=2, q_len=1, dim=8, n_heads=1, n_kv_heads=1, head_dim=32, n_pairs=6),
+    "unrotated": dict(batch=8, q_len=1, dim=24, n_heads=2, n_kv_heads=1, head_dim=32, n_pairs=0),
+    "many": dict(batch=3, q_len=4, dim=40, n_heads=3, n_kv_heads=1, head_dim=32, n_pairs=16),
+}
+
+
+@pytest.mark.parametrize("sizes", PACKED_SIZES.values(), ids=PACKED_SIZES)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half_split", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_packed_weights(to, rng, dtype, interleaved, sizes):
+    arrays = make(rng, dtype, **sizes)
+    shape = (sizes["batch"], sizes["n_kv_heads"], sizes["head_dim"])
+    weight = rng.uniform(0.5, 1.5, sizes["dim"]).astype(dtype)
+    norm = (weight, 1e-6, "scale_first")
+    q, k, v = oracle(arrays, shape, sizes["n_heads"], norm=norm, interleaved=interleaved)
+    keys, values = map(to, caches(*shape, dtype))
+    there = moved(to, arrays)
+    there["w"] = pack(there["w"])
+    out = poisoned(q.shape, dtype, to)
+    with jit.record() as record:
+        got = ops.qkv_rope_append(
+            **there,
+            k_cache=keys,
+            v_cache=values,
+            n_heads=sizes["n_heads"],
+            norm=Norm(to(weight), 1e-6, "scale_first"),
+            interleaved=interleaved,
+            out=out,
+        )
+    assert got is out
+    for mine, wanted in ((got, q), (keys, k), (values, v)):
+        assert_close(mine, wanted, dtype, 1.5)
+    if type(got) is not np.ndarray:
+        names = [launch.kernel for launch in record.launches]
+        few = sizes["batch"] * sizes["q_len"] <= tiles.MAX_ROWS
+        if few and sizes["head_dim"] % 32 == 0 and (interleaved or sizes["n_pairs"] % 16 == 0):
+            assert names == ["packed_qkv_rows"]
+        elif few:
+            assert names == ["packed_linear_rows", "rope_append"]
+        else:
+            assert names == ["rmsnorm", "packed_linear_tiles", "rope_append"]
+
+
+def test_packed_tokens_beyond_the_cache_and_the_table(to, rng):
+    arrays = make(rng, np.float32, **PACKED_SIZES["chunk"])
+    arrays["start"][:] = CAPACITY - 5  # the last two of seven tokens have no place
+    for name in ("cos", "sin"):
+        arrays[name] = arrays[name][: CAPACITY - 1]  # and the last three no angles
+    guarded = np.full((3, 2, CAPACITY, 64), 7.0, np.float32)
+    keys, values = to(guarded.copy()), to(guarded.copy())
+    there = moved(to, arrays)
+    there["w"] = pack(there["w"])
+    got = ops.qkv_rope_append(**there, k_cache=keys[1:2], v_cache=values[1:2], n_heads=2)
+    q, k, v = oracle(arrays, (1, 2, 64), 2)
+    q, k = np.asarray(q), np.asarray(k)
+    assert np.isnan(to_numpy(got)[:, 4:]).all() and np.isnan(to_numpy(keys)[1, :, -1]).all()
+    assert_close(got[:, :4], q[:, :4], np.float32)
+    assert_close(keys[1:2, :, :-1], k[:, :, :-1], np.float32)
+    assert_close(values[1:2], v, np.float32)
+    assert all((to_numpy(cache)[[0, 2]] == 7.0).all() for cache in (keys, values))
+
+
+def test_packed_bits_of_a_sequence_do_not_depend_on_the_batch(to_kernels, rng):
+    sizes = {**PACKED_SIZES["decode"], "batch": tiles.MAX_ROWS, "dim": 1160}
+    arrays = make(rng, bfloat16, **sizes)
+    shape = (tiles.MAX_ROWS, sizes["n_kv_heads"], sizes["head_dim"])
+    keys, values = map(to_kernels, caches(*shape, bfloat16))
+    there = moved(to_kernels, arrays)
+    there["w"] = pack(there["w"])
+    q = ops.qkv_rope_append(**there, k_cache=keys, v_cache=values, n_heads=3)
+    for i in (0, 5):
+        one = {**there, "x": there["x"][i : i + 1], "start": there["start"][i : i + 1]}
+        k, v = map(to_kernels, caches(1, *shape[1:], bfloat16))
+        alone = ops.qkv_rope_append(**one, k_cache=k, v_cache=v, n_heads=3)
+        for batched, single in ((q, alone), (keys, k), (values, v)):
+            np.testing.assert_array_equal(to_numpy(batched)[i], to_numpy(single)[0])
+
+
+@pytest.mark.cpu_kernels
+def test_packed_bits_do_not_depend_on_the_number_of_sms(rng, monkeypatch):
+    arrays = make(rng, np.float16, **PACKED_SIZES["chunk"])
+    there = moved(device.twin, arrays)
+    there["w"] = pack(there["w"])
+    results = set()
+    for sm_count in (1, 2, 5, 78):
+        monkeypatch.setattr(tiles, "TWIN", dataclasses.replace(tiles.TWIN, sm_count=sm_count))
+        keys, values = map(device.twin, caches(1, 2, 64, np.float16))
+        q = ops.qkv_rope_append(**there, k_cache=keys, v_cache=values, n_heads=2)
+        results.add(q.tobytes() + keys.tobytes() + values.tobytes())
+    assert len(results) == 1
+
+
 def test_tokens_beyond_the_cache_are_dropped(to, rng):
     sizes = SIZES["chunk"]
     arrays = make(rng, np.float32, **sizes)
@@ -201,6 +301,8 @@ def test_what_is_wrong_is_said(rng):
     given = {**arrays, "k_cache": keys, "v_cache": values, "n_heads": 4}
     with pytest.raises(ValueError, match=r"qkv_rope_append: w has n = 128, wanted .* = 144"):
         ops.qkv_rope_append(**{**given, "n_heads": 5})
+    with pytest.raises(ValueError, match="qkv_rope_append: w is a gate and its up packed togeth"):
+        ops.qkv_rope_append(**{**given, "w": pack(arrays["w"], up=arrays["w"])})
     with pytest.raises(ValueError, match="cos and sin come together"):
         ops.qkv_rope_append(**{**given, "sin": None})
     with pytest.raises(TypeError, match="start has dtype int64, wanted int32"):

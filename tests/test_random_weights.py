@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 from conftest import DTYPES, to_numpy
 
 from cufuse import config, device, jit, weights
+from cufuse.pack import Packed
 from cufuse.reference import random as counter
 
 KINDS = [
@@ -78,10 +80,11 @@ def test_random_weights_have_the_shapes_of_the_config(kind, name):
     made = weights.random(chosen, dtype=device.bfloat16, kind=kind)
     assert made.dtype == device.bfloat16
     assert device.kind(made.embedding) == kind
-    wanted = weights.shapes(chosen)
-    for tensor, array in made.named():
-        assert tuple(array.shape) == wanted.get(tensor, (chosen.vocab_size, chosen.dim))
-    assert (made.head is made.embedding) == chosen.tied_embeddings
+    assert {tensor: array.shape for tensor, array in made.rows()} == weights.shapes(chosen)
+    assert {device.kind(array) for _, array in made.rows()} == {kind}
+    packed = kind != "numpy" and name == "tiny"
+    assert isinstance(made.head, Packed) == packed
+    assert (made.head is made.embedding) == (chosen.tied_embeddings and not packed)
 
 
 def test_random_weights_are_scaled_for_a_model():
@@ -112,9 +115,13 @@ def test_random_weights_of_a_cut_model_are_its_first_layers():
 def test_random_weights_take_one_launch_a_tensor():
     with jit.record(dry=True) as record:
         made = weights.random(config.preset("tiny"), dtype=np.float32, kind="twin")
-    arrays = {id(array): array for _, array in made.named()}
-    assert len(record.launches) == len(arrays)
-    assert record.size_bytes == made.size_bytes
+    launches = [launch for launch in record.launches if launch.kernel == "hash_uniform"]
+    assert len(launches) == len(weights.shapes(made.config))
+    shapes = weights.shapes(made.config).values()
+    assert sum(launch.size_bytes for launch in launches) == 4 * sum(map(math.prod, shapes))
+    others = {launch.kernel for launch in record.launches} - {"hash_uniform"}
+    assert others == {"pack"}
+    assert len(record.launches) - len(launches) == 4 * made.config.n_layers + 1
 
 
 def test_random_weights_reject_bad_options():

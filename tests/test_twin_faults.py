@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import test_primitives
 
-from cufuse import device, jit, ops
+from cufuse import device, jit, ops, pack, tiles
 
 pytestmark = pytest.mark.cpu_kernels
 
@@ -140,6 +141,27 @@ def check_tile_linear():
     check_linear(m=128, n=64, k=256)
 
 
+def check_packed(m, n, k):
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(shape).astype(np.float16) for shape in ((m, k), (n, k)))
+    got = np.asarray(ops.linear(device.twin(x), pack.pack(device.twin(w))))
+    np.testing.assert_allclose(got, ops.linear(x, w), rtol=2e-2, atol=3e-2)
+
+
+def check_packed_rows():
+    check_packed(3, 400, 96)  # several panels for a CTA
+
+
+def check_packed_tiles():
+    check_packed(40, 80, 520)
+
+
+def check_warpgroups():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tiles, "TWIN", dataclasses.replace(tiles.TWIN, arch="90a"))
+        check_packed(40, 80, 840)
+
+
 def check_attention(q_len=40):
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, q_len, 2, 64)).astype(np.float16)
@@ -163,6 +185,9 @@ CHECKS = (
     check_rmsnorm,
     check_linear,
     check_tile_linear,
+    check_packed_rows,
+    check_packed_tiles,
+    check_warpgroups,
     check_attention,
     check_decode,
 )
@@ -351,6 +376,86 @@ FAULTS = {
         "a_group = lane / 8 % 2;",
         0,
         WRONG,
+    ),
+    "packed rows: sums read before all are there": (
+        check_packed_rows,
+        "device/packed_rows.cuh",
+        "__syncthreads();\n    finish(",
+        "finish(",
+        0,
+        RACE,
+    ),
+    "packed rows: one buffer of sums": (
+        check_packed_rows,
+        "device/packed_rows.cuh",
+        "partial + i % 2 *",
+        "partial + 0 *",
+        0,
+        RACE,
+    ),
+    "packed rows: x of another row": (
+        check_packed_rows,
+        "device/packed_rows.cuh",
+        "x[lane / 4 % kM * 4",
+        "x[lane / 8 % kM * 4",
+        0,
+        WRONG,
+    ),
+    "packed tiles: a stage read before landing": (
+        check_packed_tiles,
+        "device/packed_tiles.cuh",
+        "copy_async_wait<kStages - 2>();",
+        "copy_async_wait<kStages - 1>();",
+        0,
+        IN_FLIGHT,
+    ),
+    "packed tiles: a stage overwritten": (
+        check_packed_tiles,
+        "device/packed_tiles.cuh",
+        "__syncthreads();  // the block has landed, and all warps",
+        "// the block has landed, and all warps",
+        0,
+        "race in shared memory|in flight",
+    ),
+    "packed tiles: another row of x": (
+        check_packed_tiles,
+        "device/packed_tiles.cuh",
+        "odd ? first : second, 4)",
+        "odd ? first : second, 8)",
+        0,
+        WRONG,
+    ),
+    "warpgroups: a stage read before landing": (
+        check_warpgroups,
+        "device/packed_tiles.cuh",
+        "copy_async_wait<kStages - 3>();",
+        "copy_async_wait<kStages - 2>();",
+        0,
+        "in flight|without fence_proxy_async",
+    ),
+    "warpgroups: a stage overwritten": (
+        check_warpgroups,
+        "device/packed_tiles.cuh",
+        "__syncthreads();  // the block has landed, and all are done",
+        "// the block has landed, and all are done",
+        0,
+        "or a race: |in flight",
+    ),
+    "warpgroups: no proxy fence": (
+        check_warpgroups,
+        "device/packed_tiles.cuh",
+        "fence_proxy_async();",
+        "",
+        0,
+        "a store without fence_proxy_async",
+    ),
+    "warpgroups: weights overwritten": (
+        check_warpgroups,
+        "device/packed_tiles.cuh",
+        "wgmma_wait<1>();",
+        "",
+        0,
+        "a's registers are written before wgmma_wait",
     ),
     "attention: a block read before landing": (
         check_attention,

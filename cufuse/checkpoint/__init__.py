@@ -40,9 +40,10 @@ def load(
     gpu: number of the GPU for "cupy"
     layers: keep only the first ones
 
-    One array at a time is converted and moved. Returns (config, weights, tokenizer_source). Raises
-    FileNotFoundError, CheckpointError for a broken file, and Unsupported for a model or feature
-    that cufuse does not have, or a GGUF file without the gguf package; then nothing stays loaded.
+    One array at a time is converted and moved, and packed where `weights` says so. Returns (config,
+    weights, tokenizer_source). Raises FileNotFoundError, CheckpointError for a broken file, and
+    Unsupported for a model or feature that cufuse does not have, or a GGUF file without the gguf
+    package; then nothing stays loaded.
     """
     dtype = np.dtype(dtype)
     if dtype not in device.FLOAT_DTYPES and not (dtype == np.float64 and kind == "numpy"):
@@ -53,11 +54,12 @@ def load(
     if layers is not None:
         config = config.cut(layers)
     with _target(kind, gpu) as move:
-        arrays = {
-            name: move(fill(source, plan[name], wanted, dtype, config))
+        arrays = (
+            (name, move(fill(source, plan[name], wanted, dtype, config)))
             for name, wanted in weights.shapes(config).items()
-        }
-    return Checkpoint(config, weights.assemble(config, arrays), _tokenizer_source(source))
+        )
+        made = weights.assemble(config, arrays)
+    return Checkpoint(config, made, _tokenizer_source(source))
 
 
 def read_config(path: str | Path) -> Config:

@@ -152,7 +152,7 @@ def _mlp(c: Config, state: State, layer: Layer, x: Array) -> None:
     if c.gated:
         ops.gated_linear(
             x,
-            layer.gate,
+            layer.gate if layer.gate_up is None else layer.gate_up,
             layer.up,
             layer.gate_bias,
             layer.up_bias,

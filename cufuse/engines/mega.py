@@ -1,8 +1,4 @@
-"""The whole step, embedding to the draw of the next token, in one launch.
-
-The first step packs a second copy of the weights (`_decode.prepare`), so a model takes twice its
-memory; `check` says beforehand when that does not fit.
-"""
+"""The whole step, embedding to the draw of the next token, in one launch."""
 
 from __future__ import annotations
 
@@ -66,7 +62,7 @@ def step_and_draw(
 
 
 def check(weights: Weights, *, batch: int = 1) -> None:
-    """Raise Unsupported for a model, a batch, or a lack of memory, that `step` would not run with.
+    """Raise Unsupported for a model, a batch or a GPU that `step` would not run with.
 
     Launches nothing.
     """

@@ -3,8 +3,8 @@
 Elementary is what a model's description writes as one step: a product, a bias, a norm, a rotation,
 an activation, a sum. Steps that come with their own scale, mask or bias are taken whole: scores
 (scaled, masked), the append of keys and values, top-k with the weights it gives, an expert's or the
-router's product with its bias, the clamped gate, and an encoder's embedding of token, position and
-type.
+router's product with its bias, the clamped gate, gate and up where they are packed together, and an
+encoder's embedding of token, position and type.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from cufuse import ops
 from cufuse.config import Config
 from cufuse.device import Array
 from cufuse.engines import _parts
+from cufuse.pack import Packed
 from cufuse.state import State
 from cufuse.weights import Layer, Weights
 
@@ -66,11 +67,15 @@ def _rmsnorm(c: Config, x: Array, weight: Array, out: Array) -> None:
     ops.rmsnorm(x, weight, eps=c.norm_eps, rounding=c.norm_rounding, out=out)
 
 
-def _linear(x: Array, w: Array, b: Array | None, out: Array) -> Array:
+def _linear(x: Array, w: Array | Packed, b: Array | None, out: Array) -> Array:
     ops.matmul(x, w, out=out)
+    return _biased(out, b)
+
+
+def _biased(x: Array, b: Array | None) -> Array:
     if b is not None:
-        ops.add(out, b, out=out)
-    return out
+        ops.add(x, b, out=x)
+    return x
 
 
 def _attention(
@@ -82,7 +87,7 @@ def _attention(
     q, k, v = (
         _linear(
             h,
-            layer.qkv[low:high],
+            _rows(layer.qkv, low, high),
             None if layer.qkv_bias is None else layer.qkv_bias[low:high],
             state.buffer(name, (batch, q_len, high - low)),
         )
@@ -125,17 +130,26 @@ def _attention(
     _linear(a.reshape(batch, q_len, c.q_dim), layer.out, layer.out_bias, o)
 
 
+def _rows(w: Array | Packed, begin: int, end: int) -> Array | Packed:
+    return w.rows(begin, end) if isinstance(w, Packed) else w[begin:end]
+
+
 def _mlp(c: Config, state: State, layer: Layer, h: Array, o: Array) -> None:
     """o = the MLP, or the chosen experts, of h."""
     if c.n_experts:
         _experts(c, state, layer, h, o)
         return
     shape = (*h.shape[:-1], c.hidden_dim)
-    up = _linear(h, layer.up, layer.up_bias, state.buffer("up", shape))
-    if c.gated:
+    up = state.buffer("up", shape)
+    if layer.gate_up is not None:
+        gate = state.buffer("gate", shape)
+        ops.matmul(h, layer.gate_up, out=(gate, up))  # what is packed together is read together
+        up = _glu(c, _biased(gate, layer.gate_bias), _biased(up, layer.up_bias))
+    elif c.gated:
         gate = _linear(h, layer.gate, layer.gate_bias, state.buffer("gate", shape))
-        up = _glu(c, gate, up)
+        up = _glu(c, gate, _linear(h, layer.up, layer.up_bias, up))
     else:
+        _linear(h, layer.up, layer.up_bias, up)
         ops.activation(up, c.activation, out=up)
     _linear(up, layer.down, layer.down_bias, o)
 

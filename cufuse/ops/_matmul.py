@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from cufuse import checks, device, jit, tiles
+from cufuse import checks, device, jit, pack, tiles
 from cufuse.checks import Bound
 from cufuse.device import Array
 from cufuse.ops._vector import width
 from cufuse.ops.rmsnorm import ROUNDINGS, Norm, rmsnorm
+from cufuse.pack import Packed
 
 ACTIVATIONS = ("none", "relu", "relu2", "gelu", "gelu_tanh", "silu", "quick_gelu")
 
@@ -44,6 +45,17 @@ def normed(bound: Bound, norm: Norm | None, stream: Any) -> Array:
     scratch = device.SCRATCH.get(f"{bound.op} norm", x.nbytes, x, stream)
     out = scratch[: x.nbytes].view(x.dtype).reshape(x.shape)
     return rmsnorm(x, bound["norm"], eps=norm.eps, rounding=norm.rounding, out=out, stream=stream)
+
+
+def check_plain(op: str, w: Array | Packed) -> None:
+    """Raise ValueError for a gate and its up where one weight is wanted."""
+    if isinstance(w, Packed) and w.gated:
+        raise ValueError(f"{op}: w is a gate and its up packed together, wanted one weight")
+
+
+def rows_of(bound: Bound, name: str, w: Array | Packed) -> Array:
+    """Return a weight that is not gated row-major, for the reference."""
+    return pack.unpack(w) if isinstance(w, Packed) else bound[name]
 
 
 def gate_template(activation: str, limit: float | None) -> tuple[str, str]:
@@ -88,6 +100,46 @@ def multiply(
         args["x"] = normed(bound, norm, stream)
         vec = width(k, args["x"], *weights)
     kernel = jit.kernel(f"fused/{bound.op}.cu", name, bound.dtype, *template, *tile.template, vec)
+    kernel.launch(
+        shape.grid, shape.threads, args, like=y, shared_bytes=shape.shared_bytes, stream=stream
+    )
+
+
+def multiply_packed(
+    bound: Bound,
+    y: Array,
+    file: str,
+    kernels: str,
+    template: tuple[Any, ...],
+    w: Packed,
+    args: dict[str, Any],
+    norm: Norm | None,
+    stream: Any,
+    *,
+    takes_norm: bool = True,
+) -> None:
+    """Launch `{kernels}_rows` or, for many rows, a norm and `{kernels}_tiles`, of packed weights.
+
+    As `multiply`; kernels that take no norm have neither its rounding nor its fields.
+    """
+    m, (n, k) = bound.rows, w.shape
+    target, n_weight_rows = tiles.target_of(y), n * (2 if w.gated else 1)
+    tile = tiles.choose_packed(target, m, n_weight_rows, k, bound.dtype)
+    shape = tile.launch_shape(target, m, n_weight_rows, bound.dtype.itemsize)
+    args = {**args, "w": w.array, "y": y, "rows": m, "n": n, "k": k}
+    if isinstance(tile, tiles.PackedRowsTile):
+        name = f"{kernels}_rows"
+        args["x"] = bound["x"]
+        if takes_norm:
+            template = (*template, rounding(norm))
+            args["norm_weight"] = bound["norm"]
+            args["eps"] = 0.0 if norm is None else norm.eps
+        vec = width(k, args["x"], bound["norm"])
+    else:
+        name = f"{kernels}_tiles"
+        args["x"] = normed(bound, norm, stream)
+        vec = width(k, args["x"])
+    kernel = jit.kernel(file, name, bound.dtype, *template, *tile.template, vec)
     kernel.launch(
         shape.grid, shape.threads, args, like=y, shared_bytes=shape.shared_bytes, stream=stream
     )

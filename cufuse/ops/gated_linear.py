@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from cufuse import checks, reference
+from cufuse import checks, pack, reference
 from cufuse.device import Array
 from cufuse.ops import _matmul
 from cufuse.ops._stream import on_stream
 from cufuse.ops.rmsnorm import Norm
+from cufuse.pack import Packed
 
 
 @on_stream
 def gated_linear(
     x: Array,
-    w_gate: Array,
-    w_up: Array,
+    w_gate: Array | Packed,
+    w_up: Array | None = None,
     b_gate: Array | None = None,
     b_up: Array | None = None,
     *,
@@ -29,7 +30,8 @@ def gated_linear(
     """Multiply by a gate and an up weight and put the gate on, in one launch: act(gate) * up.
 
     x: [..., k]
-    w_gate, w_up: [n, k]; gate is norm(x) w_gate^T + b_gate, up likewise
+    w_gate, w_up: [n, k]; gate is norm(x) w_gate^T + b_gate, up likewise. Or w_gate is both,
+        packed by `pack.pack(gate, up=up)`, and w_up is left out
     b_gate, b_up: [n]
     activation: none, relu, relu2, gelu (erf), gelu_tanh, silu (SwiGLU) or quick_gelu
     limit: with it, gate = min(gate, limit), up is cut to +-limit, and the result is
@@ -42,9 +44,18 @@ def gated_linear(
     do not depend on the others. Raises ValueError for sizes and TypeError for dtypes or mixed
     libraries.
     """
+    is_packed = isinstance(w_gate, Packed)
+    if is_packed and not w_gate.gated:
+        raise ValueError(
+            "gated_linear: w_gate is one packed weight, wanted a gate and its up packed together: "
+            "pack(gate, up=up)"
+        )
+    if is_packed and w_up is not None:
+        raise ValueError("gated_linear: w_up is given and w_gate has it packed; leave it out")
     bound = checks.bind(
         "gated_linear",
-        optional=("b_gate", "b_up", "norm"),
+        optional=("b_gate", "b_up", "norm", *(("w_up",) if is_packed else ())),
+        may_be_packed=("w_gate",),
         x=(x, "... k"),
         w_gate=(w_gate, "n k"),
         w_up=(w_up, "n k"),
@@ -57,17 +68,29 @@ def gated_linear(
     if y.size == 0:
         return y
     if bound.kind == "numpy":
+        gate, up = pack.unpack(w_gate) if is_packed else (bound["w_gate"], bound["w_up"])
         y[...] = reference.gated_linear(
-            *(bound[name] for name in ("x", "w_gate", "w_up", "b_gate", "b_up")),
+            bound["x"],
+            gate,
+            up,
+            bound["b_gate"],
+            bound["b_up"],
             activation=activation,
             limit=limit,
             alpha=alpha,
             norm=_matmul.norm_tuple(bound, norm),
         )
         return y
-    args = {name: bound[name] for name in ("w_gate", "w_up", "b_gate", "b_up")}
+    args = {name: bound[name] for name in ("b_gate", "b_up")}
     args |= _matmul.gate_fields(limit, alpha)
     template = _matmul.gate_template(activation, limit)
+    if is_packed:
+        file = "fused/packed_gated_linear.cu"
+        _matmul.multiply_packed(
+            bound, y, file, "packed_gated", template, w_gate, args, norm, stream
+        )
+        return y
+    args |= {"w_gate": bound["w_gate"], "w_up": bound["w_up"]}
     weights = bound["w_gate"], bound["w_up"]
     _matmul.multiply(bound, y, "gated", template, weights, args, norm, stream)
     return y

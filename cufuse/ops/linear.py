@@ -9,12 +9,13 @@ from cufuse.device import Array
 from cufuse.ops import _matmul
 from cufuse.ops._stream import on_stream
 from cufuse.ops.rmsnorm import Norm
+from cufuse.pack import Packed
 
 
 @on_stream
 def linear(
     x: Array,
-    w: Array,
+    w: Array | Packed,
     b: Array | None = None,
     *,
     activation: str = "none",
@@ -27,7 +28,7 @@ def linear(
     launch: act(norm(x) w^T + b) + residual.
 
     x: [..., k]
-    w: [n, k]
+    w: [n, k], or packed by `pack.pack`
     b: [n]
     activation: none, relu, relu2, gelu (erf), gelu_tanh, silu or quick_gelu
     residual: [..., n]
@@ -41,12 +42,14 @@ def linear(
     bound = checks.bind(
         "linear",
         optional=("b", "residual", "norm"),
+        may_be_packed=("w",),
         x=(x, "... k"),
         w=(w, "n k"),
         b=(b, "n"),
         residual=(residual, "... n"),
         norm=(_matmul.norm_weight("linear", norm), "k"),
     )
+    _matmul.check_plain("linear", w)
     checks.option("linear", "activation", activation, _matmul.ACTIVATIONS)
     y = bound.output("out", out, (*bound.lead, bound.sizes["n"]), may_alias=("residual",))
     if y.size == 0:
@@ -54,14 +57,19 @@ def linear(
     if bound.kind == "numpy":
         y[...] = reference.linear(
             bound["x"],
-            bound["w"],
+            _matmul.rows_of(bound, "w", w),
             bound["b"],
             activation=activation,
             residual=bound["residual"],
             norm=_matmul.norm_tuple(bound, norm),
         )
         return y
-    args = {name: bound[name] for name in ("w", "b", "residual")}
+    args = {name: bound[name] for name in ("b", "residual")}
     template = (f"Act::{activation}",)
+    if isinstance(w, Packed):
+        file = "fused/packed_linear.cu"
+        _matmul.multiply_packed(bound, y, file, "packed_linear", template, w, args, norm, stream)
+        return y
+    args["w"] = bound["w"]
     _matmul.multiply(bound, y, "linear", template, (bound["w"],), args, norm, stream)
     return y

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from cufuse import checks, jit, reference, tiles
+from cufuse import checks, device, jit, pack, reference, tiles
 from cufuse.device import Array
+from cufuse.ops import _matmul
 from cufuse.ops._stream import on_stream
 from cufuse.ops._vector import width
+from cufuse.pack import Packed
 
 
 @on_stream
-def matmul(x: Array, w: Array, *, out: Array | None = None, stream: Any = None) -> Array:
+def matmul(
+    x: Array, w: Array | Packed, *, out: Any = None, stream: Any = None
+) -> Array | tuple[Array, Array]:
     """Multiply by a transposed weight, in one launch: x w^T.
 
     x: [..., k]
-    w: [n, k]
-    out: [..., n]
+    w: [n, k], or packed by `pack.pack`
+    out: [..., n]; a pair of them for a gate and its up that are packed together
 
-    Returns [..., n] in x's dtype; sums in float32, and float32 is multiplied in float32. Raises
-    ValueError for sizes and TypeError for dtypes or mixed libraries.
+    Returns [..., n] in x's dtype, or (gate, up) of that shape each; sums in float32, and float32 is
+    multiplied in float32. Raises ValueError for sizes and TypeError for dtypes or mixed libraries.
     """
-    bound = checks.bind("matmul", x=(x, "... k"), w=(w, "n k"))
+    bound = checks.bind("matmul", may_be_packed=("w",), x=(x, "... k"), w=(w, "n k"))
+    if isinstance(w, Packed):
+        return _by_packed(bound, w, out, stream)
     m, n, k = bound.rows, bound.sizes["n"], bound.sizes["k"]
     y = bound.output("out", out, (*bound.lead, n))
     if y.size == 0:
@@ -49,3 +55,32 @@ def matmul(x: Array, w: Array, *, out: Array | None = None, stream: Any = None) 
         stream=stream,
     )
     return y
+
+
+def _by_packed(
+    bound: checks.Bound, w: Packed, out: Any, stream: Any
+) -> Array | tuple[Array, Array]:
+    shape = (*bound.lead, w.n)
+    outs = checks.pair("matmul", out) if w.gated else (out,)
+    names = ("gate", "up") if w.gated else ("out",)
+    made = [bound.output(name, given, shape) for name, given in zip(names, outs, strict=True)]
+    if w.gated and device.overlap(*made):
+        raise ValueError("matmul: gate shares memory with up; give it memory of its own")
+    if made[0].size and bound.kind == "numpy":
+        rows = pack.unpack(w)
+        for target, weight in zip(made, rows if w.gated else (rows,), strict=True):
+            target[...] = reference.matmul(bound["x"], weight)
+    elif made[0].size:
+        _matmul.multiply_packed(
+            bound,
+            made[0],
+            "unfused/packed_matmul.cu",
+            "packed_matmul",
+            (w.gated,),
+            w,
+            {"up": made[1] if w.gated else None},
+            None,
+            stream,
+            takes_norm=False,
+        )
+    return (made[0], made[1]) if w.gated else made[0]

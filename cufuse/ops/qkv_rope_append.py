@@ -16,6 +16,7 @@ from cufuse.ops.linear import linear
 from cufuse.ops.rmsnorm import Norm
 from cufuse.ops.rope import pairing
 from cufuse.ops.rope_append import check_projection, rope_append
+from cufuse.pack import Packed
 
 _OP = "qkv_rope_append"
 
@@ -23,7 +24,7 @@ _OP = "qkv_rope_append"
 @on_stream
 def qkv_rope_append(
     x: Array,
-    w: Array,
+    w: Array | Packed,
     b: Array | None = None,
     *,
     start: Array,
@@ -43,10 +44,11 @@ def qkv_rope_append(
 ) -> Array:
     """Project queries, keys and values, rotate queries and keys and append keys and values to the
     cache; in one launch for up to tiles.MAX_ROWS rows without QK-norm, else `linear` and then
-    `rope_append`.
+    `rope_append`. With packed weights the one launch takes a head_dim that is a multiple of 32,
+    and a number of half-split pairs that is one of 16.
 
     x: [batch, q_len, dim]
-    w: [(n_heads + 2 n_kv_heads) head_dim, dim], rows of q, then k, then v
+    w: [(n_heads + 2 n_kv_heads) head_dim, dim], rows of q, then k, then v; or that packed
     b: [(n_heads + 2 n_kv_heads) head_dim]
     start: [batch] int32, tokens each sequence has in the cache; token i gets position start + i
     k_cache, v_cache: [batch, n_kv_heads, capacity, head_dim], written in place; views with a
@@ -66,6 +68,7 @@ def qkv_rope_append(
         _OP,
         strided=("k_cache", "v_cache"),
         optional=("b", "norm", "cos", "sin", "q_norm", "k_norm"),
+        may_be_packed=("w",),
         x=(x, "batch q_len dim"),
         w=(w, "n dim"),
         b=(b, "n"),
@@ -78,22 +81,18 @@ def qkv_rope_append(
         q_norm=(q_norm, "q_norm"),
         k_norm=(k_norm, "k_norm"),
     )
+    _matmul.check_plain(_OP, w)
     keys, values = _cache.writable(bound, k_cache, v_cache)
     batch, q_len, n, head_dim = (bound.sizes[name] for name in ("batch", "q_len", "n", "head_dim"))
     _, qk_norm = check_projection(bound, "w", n_heads, qk_rounding)
     q = bound.output("out", out, (batch, q_len, n_heads, head_dim))
     if batch * q_len * n == 0:
         return q
-    target = tiles.target_of(q)
-    tile = tiles.choose(_OP, target, batch * q_len, n, bound.sizes["dim"], bound.dtype)
-    if (
-        isinstance(tile, tiles.RowsTile)
-        and qk_norm == "none"
-        and head_dim % 2 == 0
-        and bound.kind != "numpy"
-    ):
-        _few_rows(bound, tile, target, q, keys, values, n_heads, norm, interleaved, stream)
-        return q
+    if bound.kind != "numpy" and qk_norm == "none":
+        tile = _rows_tile(bound, q, w, batch * q_len, head_dim, interleaved)
+        if tile is not None:
+            _few_rows(bound, tile, q, keys, values, n_heads, norm, interleaved, stream)
+            return q
     options = {
         "start": bound["start"],
         "k_cache": keys,
@@ -108,16 +107,15 @@ def qkv_rope_append(
         "interleaved": interleaved,
     }
     if bound.kind == "numpy":
-        qkv = reference.linear(
-            bound["x"], bound["w"], bound["b"], norm=_matmul.norm_tuple(bound, norm)
-        )
+        rows = _matmul.rows_of(bound, "w", w)
+        qkv = reference.linear(bound["x"], rows, bound["b"], norm=_matmul.norm_tuple(bound, norm))
         return rope_append(qkv, **options, out=q)
     size = batch * q_len * n
     scratch = device.SCRATCH.get(f"{_OP} qkv", size * bound.dtype.itemsize, q, stream)
     qkv = scratch[: size * bound.dtype.itemsize].view(bound.dtype).reshape(batch, q_len, n)
     linear(
         bound["x"],
-        bound["w"],
+        w if isinstance(w, Packed) else bound["w"],
         bound["b"],
         norm=None if norm is None else norm._replace(weight=bound["norm"]),
         out=qkv,
@@ -126,10 +124,23 @@ def qkv_rope_append(
     return rope_append(qkv, **options, out=q, stream=stream)
 
 
+def _rows_tile(
+    bound: Bound, q: Array, w: Array | Packed, rows: int, head_dim: int, interleaved: bool
+) -> tiles.RowsTile | tiles.PackedRowsTile | None:
+    """Choose the tile of the one launch; None where it does not take the rows or the heads."""
+    target, n, dim = tiles.target_of(q), bound.sizes["n"], bound.sizes["dim"]
+    tile: Any
+    if not isinstance(w, Packed):
+        tile = tiles.choose(_OP, target, rows, n, dim, bound.dtype)
+        return tile if isinstance(tile, tiles.RowsTile) and head_dim % 2 == 0 else None
+    tile = tiles.choose_packed(target, rows, n, dim, bound.dtype)
+    in_panels = head_dim % 32 == 0 and (interleaved or bound.sizes.get("n_pairs", 0) % 16 == 0)
+    return tile if isinstance(tile, tiles.PackedRowsTile) and in_panels else None
+
+
 def _few_rows(
     bound: Bound,
-    tile: tiles.RowsTile,
-    target: tiles.Target,
+    tile: tiles.RowsTile | tiles.PackedRowsTile,
     q: Array,
     keys: Array,
     values: Array,
@@ -144,16 +155,19 @@ def _few_rows(
     rows = batch * q_len
     n_pairs = bound.sizes.get("n_pairs", 0)
     max_pos = bound.sizes.get("max_pos", 0)
-    shape = tile.launch_shape(target, rows, n, bound.dtype.itemsize)
+    packed = isinstance(tile, tiles.PackedRowsTile)
+    # A CTA takes two panels at a time.
+    weight_rows = n // 2 if packed else n
+    shape = tile.launch_shape(tiles.target_of(q), rows, weight_rows, bound.dtype.itemsize)
     arrays = {"x": bound["x"], "w": bound["w"], "b": bound["b"], "norm_weight": bound["norm"]}
     kernel = jit.kernel(
-        "fused/qkv_rope_append.cu",
-        "qkv_rows",
+        f"fused/{'packed_' * packed}qkv_rope_append.cu",
+        f"{'packed_' * packed}qkv_rows",
         bound.dtype,
         pairing(interleaved),
         _matmul.rounding(norm),
         *tile.template,
-        width(dim, bound["x"], bound["w"], bound["norm"]),
+        width(dim, bound["x"], None if packed else bound["w"], bound["norm"]),
     )
     kernel.launch(
         shape.grid,

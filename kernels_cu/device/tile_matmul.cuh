@@ -225,6 +225,52 @@ struct TileSums<Shape, false> {
   }
 };
 
+template <typename Shape>
+CUFUSE_DEVICE void clear(TileSums<Shape, false>& sums) {
+  constexpr int kHalvesM = TileSums<Shape, false>::kHalvesM;
+#pragma unroll
+  for (int h = 0; h < kHalvesM; ++h) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums.c[h][i][0][j] = sums.c[h][i][1][j] = 0.0f;
+    }
+  }
+}
+
+// sums += a block of x times a block of w, both transposed, one behind the other in `buffer`.
+template <typename Shape>
+CUFUSE_DEVICE void multiply_buffer(TileSums<Shape, false>& sums, const float* buffer) {
+  constexpr int kBlockK = Shape::kBlockK, kHalvesM = TileSums<Shape, false>::kHalvesM;
+  constexpr int kColumns = TileSums<Shape, false>::kColumns;
+  const int column = threadIdx.x % kColumns * 4, row = threadIdx.x / kColumns * 4;
+#pragma unroll
+  for (int step = 0; step < kBlockK; ++step) {
+    const float* left = buffer + step * Shape::kPitchM + row;
+    const float* right = buffer + kBlockK * Shape::kPitchM + step * Shape::kPitchN + column;
+    Vec<float, 4> x[kHalvesM], w[2];
+#pragma unroll
+    for (int h = 0; h < kHalvesM; ++h) {
+      x[h] = load_vec<4>(left + h * (Shape::kBlockM / kHalvesM));
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) w[h] = load_vec<4>(right + h * (Shape::kBlockN / 2));
+#pragma unroll
+    for (int h = 0; h < kHalvesM; ++h) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int g = 0; g < 2; ++g) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            sums.c[h][i][g][j] = fmaf(x[h].v[i], w[g].v[j], sums.c[h][i][g][j]);
+          }
+        }
+      }
+    }
+  }
+}
+
 template <typename Shape, typename SourceA, typename SourceB>
 CUFUSE_DEVICE void multiply_tile(
     TileSums<Shape, false>& sums, float* shared, int k, SourceA a, SourceB b) {
@@ -232,13 +278,10 @@ CUFUSE_DEVICE void multiply_tile(
   constexpr int kGroups = kBlockK / 4;  // 16-byte groups of a tile row
   constexpr int kRowsM = Shape::kBlockM * kGroups / kThreads;
   constexpr int kRowsN = Shape::kBlockN * kGroups / kThreads;
-  constexpr int kHalvesM = TileSums<Shape, false>::kHalvesM;
   constexpr int kBuffer = kBlockK * (Shape::kPitchM + Shape::kPitchN);
   static_assert(kRowsM * kThreads == Shape::kBlockM * kGroups, "threads copy equal shares of x");
   static_assert(kRowsN * kThreads == Shape::kBlockN * kGroups, "threads copy equal shares of w");
   const int group = threadIdx.x % kGroups, first_row = threadIdx.x / kGroups;
-  constexpr int kColumns = TileSums<Shape, false>::kColumns;
-  const int column = threadIdx.x % kColumns * 4, row = threadIdx.x / kColumns * 4;
   const int blocks = (k + kBlockK - 1) / kBlockK;
 
   uint4 next_a[kRowsM], next_b[kRowsN];
@@ -276,14 +319,7 @@ CUFUSE_DEVICE void multiply_tile(
       }
     }
   };
-#pragma unroll
-  for (int h = 0; h < kHalvesM; ++h) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sums.c[h][i][0][j] = sums.c[h][i][1][j] = 0.0f;
-    }
-  }
+  clear<Shape>(sums);
 
   // The next block is on its way to registers while this one is multiplied.
   load(0);
@@ -293,31 +329,7 @@ CUFUSE_DEVICE void multiply_tile(
     store(buffer);
     __syncthreads();  // all have stored this block, and left the other buffer
     if (block + 1 < blocks) load(block + 1);
-#pragma unroll
-    for (int step = 0; step < kBlockK; ++step) {
-      const float* left = buffer + step * Shape::kPitchM + row;
-      const float* right = buffer + kBlockK * Shape::kPitchM + step * Shape::kPitchN + column;
-      Vec<float, 4> x[kHalvesM], w[2];
-#pragma unroll
-      for (int h = 0; h < kHalvesM; ++h) {
-        x[h] = load_vec<4>(left + h * (Shape::kBlockM / kHalvesM));
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) w[h] = load_vec<4>(right + h * (Shape::kBlockN / 2));
-#pragma unroll
-      for (int h = 0; h < kHalvesM; ++h) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#pragma unroll
-          for (int g = 0; g < 2; ++g) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              sums.c[h][i][g][j] = fmaf(x[h].v[i], w[g].v[j], sums.c[h][i][g][j]);
-            }
-          }
-        }
-      }
-    }
+    multiply_buffer<Shape>(sums, buffer);
   }
 }
 

@@ -8,9 +8,8 @@
 // instantiate: gated_tiles<bfloat16, Gate::plain, Act::silu, 128, 128, 64, 2, 4, 3, 8>
 // instantiate: gated_tiles<half, Gate::clamped, Act::none, 64, 32, 64, 4, 1, 4, 1>
 // instantiate: gated_tiles<float, Gate::plain, Act::gelu, 128, 128, 16, 4, 2, 2, 4>
-#include "device/epilogue.cuh"
 #include "device/matvec.cuh"
-#include "device/tile_matmul.cuh"
+#include "device/tile_epilogue.cuh"
 
 namespace cufuse {
 
@@ -120,17 +119,7 @@ __global__ void __launch_bounds__(kWarpsM * kWarpsN * 32, kTileWarps<T> / (kWarp
 
   sums.visit_gated(
       [&](int r, int c, const float (&gates)[Shape::kWide], const float (&ups)[Shape::kWide]) {
-        const int row = first_row + r, column = first_column + c;
-        if (row >= rows || column >= n) return;
-        T result[Shape::kWide];
-#pragma unroll
-        for (int j = 0; j < Shape::kWide; ++j) {
-          if (column + j < n) {
-            result[j] = gated_epilogue<kGate, kAct>(gates[j], ups[j], args.b_gate, args.b_up,
-                                                    column + j, args.limit, args.alpha);
-          }
-        }
-        store_columns(args.y + static_cast<i64>(row) * n + column, result, column, n);
+        store_gated<kGate, kAct>(args, first_row + r, first_column + c, gates, ups);
       });
 }
 

@@ -10,9 +10,8 @@
 // instantiate: linear_tiles<half, Act::none, 16, 32, 64, 1, 2, 8, 1>
 // instantiate: linear_tiles<float, Act::silu, 128, 128, 16, 4, 2, 2, 4>
 // instantiate: linear_tiles<float, Act::none, 64, 64, 16, 2, 2, 2, 1>
-#include "device/epilogue.cuh"
 #include "device/matvec.cuh"
-#include "device/tile_matmul.cuh"
+#include "device/tile_epilogue.cuh"
 
 namespace cufuse {
 
@@ -105,17 +104,7 @@ __global__ void __launch_bounds__(kWarpsM * kWarpsN * 32, kTileWarps<T> / (kWarp
       [&](int r) { return args.w + static_cast<i64>(min(first_column + r, n - 1)) * k; });
 
   sums.visit([&](int r, int c, const float (&values)[Shape::kWide]) {
-    const int row = first_row + r, column = first_column + c;
-    if (row >= rows || column >= n) return;
-    const i64 at = static_cast<i64>(row) * n + column;
-    T result[Shape::kWide];
-#pragma unroll
-    for (int j = 0; j < Shape::kWide; ++j) {
-      if (column + j < n) {
-        result[j] = linear_epilogue<kAct>(values[j], args.b, column + j, args.residual, at + j);
-      }
-    }
-    store_columns(args.y + at, result, column, n);
+    store_linear<kAct>(args, first_row + r, first_column + c, values);
   });
 }
 

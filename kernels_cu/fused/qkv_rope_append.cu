@@ -6,7 +6,7 @@
 // instantiate: qkv_rows<half, Pairing::interleaved, Rounding::scale_first, 8, 2, 4, 4, 4, 8>
 // instantiate: qkv_rows<float, Pairing::half_split, Rounding::one_plus, 4, 2, 4, 4, 2, 1>
 #include "device/matvec.cuh"
-#include "device/rope.cuh"
+#include "device/qkv.cuh"
 
 namespace cufuse {
 
@@ -57,23 +57,6 @@ CUFUSE_DEVICE HeadPair head_pair(const QkvRowsArgs<T>& args, int slot) {
   pair.second =
       pair.is_rotated ? pair_second<kPairing>(pair.unit, args.n_pairs) : 2 * pair.unit + 1;
   return pair;
-}
-
-// Where a head of a row goes; null for a token beyond the cache.
-template <typename T>
-CUFUSE_DEVICE T* head_target(const QkvRowsArgs<T>& args, int row, int head, i64 position) {
-  if (head < args.n_heads) {
-    return args.q + (static_cast<i64>(row) * args.n_heads + head) * args.head_dim;
-  }
-  if (position < 0 || position >= args.capacity) return nullptr;
-  const int batch = row / args.q_len;
-  const int kv_head = head - args.n_heads;
-  if (kv_head < args.n_kv_heads) {
-    return args.k_cache + batch * args.k_batch_stride + kv_head * args.k_head_stride +
-           position * args.k_pos_stride;
-  }
-  return args.v_cache + batch * args.v_batch_stride +
-         (kv_head - args.n_kv_heads) * args.v_head_stride + position * args.v_pos_stride;
 }
 
 // blockIdx.y takes kM rows of x, blockIdx.x strides over the pairs of weight rows.

@@ -8,7 +8,7 @@
 // instantiate: matmul_tiles<half, 32, 32, 64, 2, 1, 6, 1>
 // instantiate: matmul_tiles<float, 64, 64, 16, 2, 2, 2, 4>
 #include "device/matvec.cuh"
-#include "device/tile_matmul.cuh"
+#include "device/tile_epilogue.cuh"
 
 namespace cufuse {
 
@@ -71,12 +71,7 @@ __global__ void __launch_bounds__(kWarpsM * kWarpsN * 32, kTileWarps<T> / (kWarp
       [&](int r) { return args.x + static_cast<i64>(min(first_row + r, rows - 1)) * k; },
       [&](int r) { return args.w + static_cast<i64>(min(first_column + r, n - 1)) * k; });
   sums.visit([&](int r, int c, const float (&values)[Shape::kWide]) {
-    const int row = first_row + r, column = first_column + c;
-    if (row >= rows || column >= n) return;
-    T result[Shape::kWide];
-#pragma unroll
-    for (int j = 0; j < Shape::kWide; ++j) result[j] = from_float<T>(values[j]);
-    store_columns(args.y + static_cast<i64>(row) * n + column, result, column, n);
+    store_product(args.y, rows, n, first_row + r, first_column + c, values);
   });
 }
 
