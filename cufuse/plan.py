@@ -643,8 +643,8 @@ class Plan:
             f"{t['launches']} launch, {t['hand_offs']} hand-offs",
             f"a CTA of {tile.ctas}: {load['min'] / 1e6:.2f} to {load['max'] / 1e6:.2f} MB, the most"
             f" {over:.1f} % above the mean",
-            f"ring: {tile.stages} stages of {tile.stage_bytes} bytes, {tile.window} on their way "
-            f"({tile.copies} copies)",
+            f"ring: {tile.stages} stages of {tile.stage_bytes} bytes, {tile.window} on their way, "
+            f"{tile.calm_window} from qkv to output ({tile.copies} copies)",
             f"cache: chunks of {self.keys} keys, splits of {tile.split_chunks} chunks or more, up "
             f"to {READ_SPLITS} merged by their readers",
             f"shared memory: {total} bytes: "

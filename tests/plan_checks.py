@@ -360,7 +360,7 @@ class Simulation:
                 continue
             i = cta.filled
             yield "room in the ring", lambda i=i: i < tile.stages or i - tile.stages in cta.released
-            # The calm one everywhere: who waits for more than the kernel does must still come through.
+            # The calm one everywhere: who waits for more than the kernel has to must come through.
             calm = tile.calm_window
             yield "its window", lambda i=i, calm=calm: i < calm or i - calm in cta.landed
             cta.in_flight.append(i)
