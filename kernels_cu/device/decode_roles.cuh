@@ -198,11 +198,11 @@ struct Filler : Role<Shape, kFillerRole> {
         const i64 at = (rows + c * Cache::kKeys) * Cache::kRowBytes;
         // Not the rows from this position on: one of them is being written.
         const int count = min(this->position() - c * Cache::kKeys, Cache::kKeys);
-        filler.template fill_slices<kSlices>(
+        filler.template fill_sliced<kValueSlices>(
             reinterpret_cast<const unsigned char*>(this->args.k_cache) + at,
             reinterpret_cast<const unsigned char*>(this->args.v_cache) + at,
-            count * Cache::kRowBytes, Cache::kSliceBytes, Cache::kSlicePitch, this->watch,
-            this->tracer);
+            count * Cache::kRowBytes, Cache::kValuesAt, Cache::kSliceBytes, Cache::kSlicePitch,
+            this->watch, this->tracer);
       }
     }
   }
@@ -656,21 +656,24 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 
     const int chunk = split.first_chunk + part * split.chunks;
     const int count = max(min(split.chunks, split.end_chunk - chunk), 0);
-    const int group = warp / kGroupWarps, quarter = warp % kGroupWarps;
+    const int group = static_cast<int>(static_cast<u32>(warp) / kGroupWarps);
+    const int quarter = static_cast<int>(static_cast<u32>(warp) % kGroupWarps);
     float* outs = at<float>(Shape::kXAt);  // [groups, kGroup, kMergePitch]
     {
-      float* logits = outs + kPanelGroups * Shape::kGroupOuts + group * (Cache::kLogitBytes / 4);
+      // Two buffers in turn: nobody writes logits while another warp still reads those before.
+      constexpr int kLogits = Cache::kLogitBytes / 4;
+      float* logits = outs + kPanelGroups * Shape::kGroupOuts + group * 2 * kLogits;
       GroupAttention<T, Cache> attention;
       auto stage = cursor;
       stage.advance(group);
 #pragma unroll 1
       for (int i = group; i < count; i += kPanelGroups) {
-        attention.add_chunk(rows, landed(stage), logits, quarter, (chunk + i) * Cache::kKeys,
-                            split.span, scale,
-                            [&] { barrier_sync(kGroupBarrier + group, kGroupWarps * 32); });
+        attention.add_chunk(
+            rows, [&] { return landed(stage); },
+            logits + static_cast<u32>(i) / kPanelGroups % 2 * kLogits, quarter,
+            (chunk + i) * Cache::kKeys, split.span, scale,
+            [&] { barrier_sync(kGroupBarrier + group, kGroupWarps * 32); });
         Ring::release(stage);
-        // Nobody writes the next logits while another warp still reads these.
-        if (i + kPanelGroups < count) barrier_sync(kGroupBarrier + group, kGroupWarps * 32);
         stage.advance(kPanelGroups);
       }
       if (group < count) {
