@@ -37,8 +37,8 @@ struct CacheShape {
   static_assert(8 % kValueSlices == 0, "an octet has as many rows of every slice");
   static_assert(kFitting >= 16, "a chunk fits a stage");
 
-  // A chunk is computed in octets of 8 keys, which have a run of kRun rows of every slice: key i of
-  // octet 0; octet n has the keys n kRun further on.
+  // A chunk is computed in octets of 8 keys, kRun neighbours of every slice. Key i of the first
+  // octet; octet n has the keys n kRun further on.
   static constexpr u32 kRun = 8 / kValueSlices;
   static constexpr int kNextKey = kRun > 1 ? 1 : kSliceRows;  // behind an even one of an octet
   static CUFUSE_DEVICE u32 key_of(u32 i) { return i / kRun * kSliceRows + i % kRun; }
@@ -57,9 +57,10 @@ struct GroupAttention {
   static constexpr int kTiles = kHeadDim / 8;
   static constexpr int kMine = (kTiles + 7) / 8 * 2;  // in pairs
   static constexpr int kOctets = Shape::kOctets;
-  static constexpr int kMyOctets = (kOctets + kGroupWarps - 1) / kGroupWarps;  // for logits
-  float max = minus_infinity();                                                // of head lane / 4
-  float total = 0.0f;  // of this lane's keys
+  static constexpr int kMyOctets = (kOctets + kGroupWarps - 1) / kGroupWarps;  // of logits
+
+  float max = minus_infinity();  // of head lane / 4
+  float total = 0.0f;            // of this lane's keys
   float out[kMine][2] = {};
 
   // One chunk, whose first key is `first`; keys outside [span.first, span.last) are left out.
@@ -387,6 +388,23 @@ struct PartialHead {
     out.x = out.x * mine + other.x * its;
     out.y = out.y * mine + other.y * its;
     max = top;
+  }
+
+  // Many at once: none waits for the one before.
+  template <int kCount>
+  static CUFUSE_DEVICE PartialHead of(const PartialHead (&parts)[kCount]) {
+    PartialHead all;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) all.max = fmaxf(all.max, parts[i].max);
+    const float shift = softmax_shift(all.max);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float weight = exp2f(parts[i].max - shift);
+      all.total = fmaf(parts[i].total, weight, all.total);
+      all.out.x = fmaf(parts[i].out.x, weight, all.out.x);
+      all.out.y = fmaf(parts[i].out.y, weight, all.out.y);
+    }
+    return all;
   }
 
   // A sink takes its share of the sum and brings no value.

@@ -643,13 +643,15 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const T* new_key = rows + kGroup * kHeadDim;
     const T* new_value = new_key + kHeadDim;
     if (merges) {
-      if (warp < kGroup) {
+      // By the last warps: the first ones always have a chunk to do.
+      const int head = kPanelWarps - 3 - warp;
+      if (head >= 0 && head < kGroup) {
         float dot = 0.0f;
         for (int i = lane; i < kHeadDim; i += 32) {
-          dot = fmaf(to_float(rows[warp * kHeadDim + i]), to_float(new_key[i]), dot);
+          dot = fmaf(to_float(rows[head * kHeadDim + i]), to_float(new_key[i]), dot);
         }
         dot = warp_sum(dot);
-        if (lane == 0) new_logits[warp] = dot * scale;
+        if (lane == 0) new_logits[head] = dot * scale;
       }
       if (warp >= kPanelWarps - 2) append(layer, kv_head, warp == kPanelWarps - 1, new_key);
     }
@@ -694,17 +696,23 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 #pragma unroll 1
     for (int i = thread_here(); i < kGroup * kHeadDim / 2; i += kThreads) {
       const int head = i / (kHeadDim / 2), column = i % (kHeadDim / 2) * 2;
-      PartialHead partial;
-#pragma unroll 1
-      for (int g = 0; g < groups; ++g) {
-        const auto values =
-            load_vec<2>(outs + g * Shape::kGroupOuts + head * Shape::kMergePitch + column);
-        partial.add(maxima[g * kMostHeads + head], totals[g * kMostHeads + head],
-                    make_float2(values.v[0], values.v[1]));
+      PartialHead parts[kPanelGroups + 1];
+#pragma unroll
+      for (int g = 0; g < kPanelGroups; ++g) {
+        if (g < groups) {
+          const auto values =
+              load_vec<2>(outs + g * Shape::kGroupOuts + head * Shape::kMergePitch + column);
+          parts[g] = {maxima[g * kMostHeads + head], totals[g * kMostHeads + head],
+                      make_float2(values.v[0], values.v[1])};
+        }
       }
       if (merges) {
-        partial.add(new_logits[head], 1.0f,
-                    make_float2(to_float(new_value[column]), to_float(new_value[column + 1])));
+        const auto values = load_vec<2>(new_value + column);
+        parts[kPanelGroups] = {new_logits[head], 1.0f,
+                               make_float2(to_float(values.v[0]), to_float(values.v[1]))};
+      }
+      PartialHead partial = PartialHead::of(parts);
+      if (merges) {
         const int query = kv_head * kGroup + head;
         if (this->args.sinks) {
           partial.add_sink(to_float(this->args.sinks[layer * Shape::kHeads + query]));
