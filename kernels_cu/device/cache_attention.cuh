@@ -65,11 +65,11 @@ struct GroupAttention {
 
   // One chunk, whose first key is `first`; keys outside [span.first, span.last) are left out.
   //   queries: [kHeads, kHeadDim] in shared memory
-  //   landed(): the chunk, once it is there
+  //   stage: the chunk
   //   logits: kLogitBytes of the group, others than for the last chunk; sync is its barrier
-  template <typename Landed, typename Sync>
+  template <typename Sync>
   CUFUSE_DEVICE void add_chunk(const T* queries,
-                               const Landed& landed,
+                               const unsigned char* stage,
                                float* logits,
                                int quarter,
                                int first,
@@ -79,7 +79,7 @@ struct GroupAttention {
     const u32 lane = lane_here(), t = lane % 4;
     float* mine = logits + min(lane / 4, Shape::kHeads - 1u) * Shape::kLogitPitch + 2 * t;
     float found[kMyOctets][2] = {};
-    const unsigned char* stage = find_logits(found, queries, landed, quarter, scale);
+    find_logits(found, queries, stage, quarter, scale);
 
     // Values do not wait for logits.
     u32 values[kOctets][kMine];
@@ -220,67 +220,46 @@ struct GroupAttention {
   // those of odd keys the other way round: else the rows of two keys were in the same banks. So q
   // is there twice, rows 0 to 7 of mma in the order of even keys and rows 8 to 15 in that of odd
   // ones.
-  template <typename Landed>
-  static CUFUSE_DEVICE const unsigned char* find_logits(float (&found)[kMyOctets][2],
-                                                        const T* queries,
-                                                        const Landed& landed,
-                                                        int quarter,
-                                                        float scale) {
+  static CUFUSE_DEVICE void find_logits(float (&found)[kMyOctets][2],
+                                        const T* queries,
+                                        const unsigned char* stage,
+                                        int quarter,
+                                        float scale) {
     constexpr int kPairs = kHeadDim / 64;      // of a lane's pieces
     constexpr int kRest = kHeadDim % 64 / 16;  // products of what is left, in its plain order
     const u32 lane = lane_here(), g = lane / 4, t = lane % 4;
     const T* row = queries + min(g, Shape::kHeads - 1u) * kHeadDim;
-    u32 q[kPairs + 1][8];
-#pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
-      const auto even = *reinterpret_cast<const uint4*>(row + (8 * j + t) * 8);
-      const auto odd = *reinterpret_cast<const uint4*>(row + (8 * j + 4 + t) * 8);
-      const u32 words[] = {even.x, odd.x, even.y, odd.y, even.z, odd.z, even.w, odd.w};
-#pragma unroll
-      for (int i = 0; i < 8; ++i) q[j][i] = words[i];
-    }
-    u32 rest[kRest + 1][2];
-#pragma unroll
-    for (int i = 0; i < kRest; ++i) {
-      const auto* words = reinterpret_cast<const u32*>(row + kPairs * 64 + i * 16) + t;
-      rest[i][0] = words[0];
-      rest[i][1] = words[4];
-    }
-
-    const unsigned char* stage = landed();
 #pragma unroll
     for (int n = 0; n < kMyOctets; ++n) {
       const int octet = quarter + n * kGroupWarps;
       if (kOctets % kGroupWarps != 0 && octet >= kOctets) break;
       const unsigned char* key = stage + (Shape::key_of(g) + octet * Shape::kRun) * kRowBytes;
       const u32 first = (g % 2 * 4 + t) * 16, next = first ^ 64;
-      uint4 pieces[kPairs + 1][2];
-#pragma unroll
-      for (int j = 0; j < kPairs; ++j) {
-        pieces[j][0] = *reinterpret_cast<const uint4*>(key + j * 128 + first);
-        pieces[j][1] = *reinterpret_cast<const uint4*>(key + j * 128 + next);
-      }
       // Of the second piece, rows of even keys are with the columns of odd ones.
       float sums[2][4] = {};
-#pragma unroll
+      // Two at a time would need registers that there are not.
+#pragma unroll 1
       for (int j = 0; j < kPairs; ++j) {
-        const u32 a[4] = {q[j][0], q[j][1], q[j][2], q[j][3]};
-        const u32 b[4] = {q[j][4], q[j][5], q[j][6], q[j][7]};
-        mma_m16n8k16<T>(sums[0], a, pieces[j][0].x, pieces[j][0].y);
-        mma_m16n8k16<T>(sums[1], a, pieces[j][1].x, pieces[j][1].y);
-        mma_m16n8k16<T>(sums[0], b, pieces[j][0].z, pieces[j][0].w);
-        mma_m16n8k16<T>(sums[1], b, pieces[j][1].z, pieces[j][1].w);
+        const uint4 pieces[] = {*reinterpret_cast<const uint4*>(key + j * 128 + first),
+                                *reinterpret_cast<const uint4*>(key + j * 128 + next)};
+        const auto even = *reinterpret_cast<const uint4*>(row + (8 * j + t) * 8);
+        const auto odd = *reinterpret_cast<const uint4*>(row + (8 * j + 4 + t) * 8);
+        const u32 a[4] = {even.x, odd.x, even.y, odd.y}, b[4] = {even.z, odd.z, even.w, odd.w};
+        mma_m16n8k16<T>(sums[0], a, pieces[0].x, pieces[0].y);
+        mma_m16n8k16<T>(sums[1], a, pieces[1].x, pieces[1].y);
+        mma_m16n8k16<T>(sums[0], b, pieces[0].z, pieces[0].w);
+        mma_m16n8k16<T>(sums[1], b, pieces[1].z, pieces[1].w);
       }
 #pragma unroll
       for (int i = 0; i < kRest; ++i) {
         const auto* words = reinterpret_cast<const u32*>(key + kPairs * 128 + i * 32) + t;
-        const u32 a[4] = {rest[i][0], rest[i][0], rest[i][1], rest[i][1]};
+        const auto* q = reinterpret_cast<const u32*>(row + kPairs * 64 + i * 16) + t;
+        const u32 a[4] = {q[0], q[0], q[4], q[4]};
         mma_m16n8k16<T>(sums[0], a, words[0], words[4]);
       }
       found[n][0] = (sums[0][0] + sums[1][2]) * scale;
       found[n][1] = (sums[0][3] + sums[1][1]) * scale;
     }
-    return stage;
   }
 };
 
@@ -298,16 +277,15 @@ struct GroupAttention<float, Shape> {
     for (int h = 0; h < kMine; ++h) max[h] = minus_infinity();
   }
 
-  template <typename Landed, typename Sync>
+  template <typename Sync>
   CUFUSE_DEVICE void add_chunk(const float* queries,
-                               const Landed& landed,
+                               const unsigned char* stage,
                                float*,
                                int quarter,
                                int first,
                                KeySpan span,
                                float scale,
                                const Sync&) {
-    const unsigned char* stage = landed();
     const int lane = thread_here() % 32;
 #pragma unroll
     for (int h = 0; h < kMine; ++h) {

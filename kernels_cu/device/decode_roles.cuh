@@ -670,11 +670,10 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       stage.advance(group);
 #pragma unroll 1
       for (int i = group; i < count; i += kPanelGroups) {
-        attention.add_chunk(
-            rows, [&] { return landed(stage); },
-            logits + static_cast<u32>(i) / kPanelGroups % 2 * kLogits, quarter,
-            (chunk + i) * Cache::kKeys, split.span, scale,
-            [&] { barrier_sync(kGroupBarrier + group, kGroupWarps * 32); });
+        attention.add_chunk(rows, landed(stage),
+                            logits + static_cast<u32>(i) / kPanelGroups % 2 * kLogits, quarter,
+                            (chunk + i) * Cache::kKeys, split.span, scale,
+                            [&] { barrier_sync(kGroupBarrier + group, kGroupWarps * 32); });
         Ring::release(stage);
         stage.advance(kPanelGroups);
       }
