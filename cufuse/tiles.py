@@ -394,9 +394,9 @@ def decode_shared(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
     group = c.n_heads // c.n_kv_heads
     row_bytes = c.head_dim * itemsize
     launch, threads = 128, _PANEL_WARPS * 32
-    ring = tile.stages * (tile.stage_bytes + 256 + 16)
+    ring = tile.stages * (tile.stage_bytes + 128 + 16)
     fragments = 32 * _packed_tiles(max(c.dim, c.q_dim, c.hidden_dim), itemsize)
-    merge = 4 * group * (c.head_dim + 8 + cache_keys(c, dtype, tile) + 8) * 4
+    merge = 4 * group * (c.head_dim + 8 + 2 * (cache_keys(c, dtype, tile) + 8)) * 4
     # Bins for a draw with filters, where x and partial sums are when there are any.
     sums = 4 * _PANEL_WARPS * 16 * 4
     bins = 2 * threads * 8 + threads // 32 * 8 + 16 - sums

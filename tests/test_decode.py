@@ -480,10 +480,16 @@ WIDE = dataclasses.replace(
 CONTEXTS = (0, 1, 63, 64, 65, 127, 128, 255, 256, 257, 511, 513, 1000, 1024, 1025, 4097, 8191, 8192)
 
 
-def check_at(made: Weights, context: int, rng: np.random.Generator) -> None:
-    """Three tokens behind a random cache: float64, and the same bits however they are launched."""
-    config, n = made.config, 3
-    on_gpu = made.map(_to_gpu)
+def check_at(
+    made: Weights,
+    context: int,
+    rng: np.random.Generator,
+    to: Callable[[Any], Any] = _to_gpu,
+    n: int = 3,
+) -> None:
+    """Some tokens behind a random cache: float64, and the same bits however they are launched."""
+    config = made.config
+    there = made.map(to)
     shape = State(made, capacity=context + n).all_keys.shape
     keys, values = (rng.standard_normal(shape, np.float32).astype(made.dtype) for _ in range(2))
 
@@ -495,24 +501,63 @@ def check_at(made: Weights, context: int, rng: np.random.Generator) -> None:
     wanted = engines.get("reference").step(exact, state, tokens, all_logits=True)
 
     def again() -> State:
-        state = _at(State(on_gpu, capacity=context + n), context)
+        state = _at(State(there, capacity=context + n), context)
         state.start.fill(context)
         for cache, rows in ((state.all_keys, keys), (state.all_values, values)):
-            cache[...] = _to_gpu(rows)
+            cache[...] = to(rows)
             cache[..., context:, :] = np.nan
         return state
 
     state = again()
-    together = to_numpy(MEGA.step(on_gpu, state, _to_gpu(tokens), all_logits=True))
+    together = to_numpy(MEGA.step(there, state, to(tokens), all_logits=True))
     for i in range(n):
         assert relative_error(together[0, i], wanted[0, i]) < LOGITS[made.dtype.name]
     filled = caches(state)
     for engine in (MEGA, FUSED):
         state = again()
         for i in range(n):
-            one = engine.step(on_gpu, state, _to_gpu(tokens[:, i : i + 1].copy()))
+            one = engine.step(there, state, to(tokens[:, i : i + 1].copy()))
             assert bits(one) == together[:, i].tobytes(), f"{engine.__name__}, token {i}"
         assert caches(state) == filled
+
+
+# head_dim, dtype, context, and what else the model has.
+NARROW = {
+    "no keys": (64, "bf16", 0, {}),
+    "whole chunks": (128, "fp16", 64, {}),
+    "a key behind a chunk": (64, "bf16", 65, {"sinks": True}),
+    "splits": (128, "bf16", 150, {}),
+    "a window": (64, "fp16", 200, {"window": 77}),
+    "a window in a chunk": (128, "bf16", 61, {"window": 9, "sinks": True}),
+    "head_dim 32": (32, "fp16", 97, {"n_heads": 8}),
+    "head_dim 80": (80, "bf16", 45, {}),
+    "head_dim 192": (192, "bf16", 27, {"n_heads": 1}),
+    "head_dim 256": (256, "fp16", 35, {"n_heads": 1, "window": 21}),
+    "float32": (80, "fp32", 45, {"window": 30}),
+}
+
+
+def narrow(head_dim: int, dtype: str, changes: dict[str, Any]) -> Weights:
+    """A model of one layer that is hardly more than its attention."""
+    sizes = {"dim": 32, "hidden_dim": 32, "n_kv_heads": 1, "n_layers": 1, "vocab_size": 48}
+    c = dataclasses.replace(WIDE, **{**sizes, "head_dim": head_dim, **changes})
+    return louder(weights.random(c, dtype=DTYPES[dtype]))
+
+
+@pytest.mark.cpu_kernels
+@pytest.mark.parametrize("name", NARROW)
+def test_attention_over_a_cache(rng, name):
+    head_dim, dtype, context, changes = NARROW[name]
+    check_at(narrow(head_dim, dtype, changes), context, rng, device.twin, n=2)
+
+
+@pytest.mark.cpu_kernels
+def test_attention_over_a_cache_that_cp_async_copies(rng, monkeypatch):
+    decode = tiles.decode
+    monkeypatch.setattr(
+        tiles, "decode", lambda *args: dataclasses.replace(decode(*args), copies="async")
+    )
+    check_at(narrow(128, "bf16", {}), 77, rng, device.twin, n=1)
 
 
 @pytest.mark.gpu

@@ -2,9 +2,8 @@
 // chunks of kKeys keys and their values, a stage each, to the groups of four warps in turn. Every
 // group keeps a softmax of its own over the keys that it sees.
 //
-// The keys of a chunk lie in its stage as 8 slices of consecutive rows, each 16 bytes further on
-// than it would be: row i of all slices, 8 keys, is then read without bank conflicts whatever the
-// head's size is. Behind them the values lie likewise.
+// The keys of a chunk lie in its stage as they do in the cache. Behind them lie the values as
+// kValueSlices slices of consecutive rows, each 16 bytes further on than it would be.
 #pragma once
 
 #include "device/attention.cuh"
@@ -12,7 +11,9 @@
 
 namespace cufuse {
 
-constexpr int kSlices = 8;
+// ldmatrix reads a row of every slice, or a run of rows where there are less than 8 slices: the
+// more slices, the fewer bank conflicts, but small copies take longer.
+constexpr int kValueSlices = 4;
 constexpr int kMostHeads = 8;  // query heads of a KV head: columns of a tensor core's product
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -23,61 +24,131 @@ struct CacheShape {
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
   static constexpr int kFitting = kStageBytes / 2 / kRowBytes;
   static constexpr int kKeys = kFitting >= 64 ? 64 : kFitting >= 32 ? 32 : 16;
-  static constexpr int kSliceRows = kKeys / kSlices;
+  static constexpr int kOctets = kKeys / 8;
+  static constexpr int kSliceRows = kKeys / kValueSlices;
   static constexpr int kSliceBytes = kSliceRows * kRowBytes;
   static constexpr int kSlicePitch = kSliceBytes + 16;
+  static constexpr int kValuesAt = kKeys * kRowBytes;
   // The logits of a chunk between the warps of a group: [kHeads, kLogitPitch] floats.
   static constexpr int kLogitPitch = kKeys + 8;
   static constexpr int kLogitBytes = kHeads * kLogitPitch * 4;
   static_assert(kHeadDim % 16 == 0 && kHeadDim <= 256, "a row is whole tiles");
   static_assert(kHeads <= kMostHeads, "a group has at most 8 query heads");
-  static constexpr int kValuesAt = kSlices * kSlicePitch;
+  static_assert(8 % kValueSlices == 0, "an octet has as many rows of every slice");
   static_assert(kFitting >= 16, "a chunk fits a stage");
+
+  // A chunk is computed in octets of 8 keys, kRun neighbours of every slice. Key i of the first
+  // octet; octet n has the keys n kRun further on.
+  static constexpr u32 kRun = 8 / kValueSlices;
+  static constexpr int kNextKey = kRun > 1 ? 1 : kSliceRows;  // behind an even one of an octet
+  static CUFUSE_DEVICE u32 key_of(u32 i) { return i / kRun * kSliceRows + i % kRun; }
+  // Where the values of a key are in the stage.
+  static CUFUSE_DEVICE u32 value_at(u32 key) {
+    return kValuesAt + key / kSliceRows * kSlicePitch + key % kSliceRows * kRowBytes;
+  }
 };
 
 // What a warp of a group knows: per head the largest logit (times log2 e), the sum of
-// 2^(logit - max), and every fourth tile of 8 columns of the values weighted with it.
+// 2^(logit - max), and every fourth pair of tiles of 8 columns of the values weighted with it.
 template <typename T, typename Shape>
 struct GroupAttention {
   static constexpr int kHeadDim = Shape::kHeadDim;
+  static constexpr int kRowBytes = Shape::kRowBytes;
   static constexpr int kTiles = kHeadDim / 8;
   static constexpr int kMine = (kTiles + 7) / 8 * 2;  // in pairs
-  float max = minus_infinity();                       // of head lane / 4
-  float total = 0.0f;                                 // of this lane's keys
+  static constexpr int kOctets = Shape::kOctets;
+  static constexpr int kMyOctets = (kOctets + kGroupWarps - 1) / kGroupWarps;  // of logits
+
+  float max = minus_infinity();  // of head lane / 4
+  float total = 0.0f;            // of this lane's keys
   float out[kMine][2] = {};
 
   // One chunk, whose first key is `first`; keys outside [span.first, span.last) are left out.
   //   queries: [kHeads, kHeadDim] in shared memory
-  //   logits: kLogitBytes of the group; sync is its barrier
+  //   stage: the chunk
+  //   logits: kLogitBytes of the group, others than for the last chunk; sync is its barrier
   template <typename Sync>
   CUFUSE_DEVICE void add_chunk(const T* queries,
-                               const unsigned char* keys,
+                               const unsigned char* stage,
                                float* logits,
                                int quarter,
                                int first,
                                KeySpan span,
                                float scale,
                                const Sync& sync) {
-    const bool whole = first >= span.first && first + Shape::kKeys <= span.last;
-    find_logits(queries, keys, logits, quarter, scale);
-    sync();
-    const int lane = thread_here() % 32;
-    const int head = min(lane / 4, Shape::kHeads - 1);
-    // A lane's keys: all rows of slices 2 (lane % 4) and the next.
-    const float* mine = logits + head * Shape::kLogitPitch + lane % 4 * 2;
-    const int first_key = first + lane % 4 * 2 * Shape::kSliceRows;
-    auto visible = [&](int slice, int row) {
-      const int key = first_key + slice * Shape::kSliceRows + row;
-      return key >= span.first && key < span.last;
-    };
+    const u32 lane = lane_here(), t = lane % 4;
+    float* mine = logits + min(lane / 4, Shape::kHeads - 1u) * Shape::kLogitPitch + 2 * t;
+    float found[kMyOctets][2] = {};
+    find_logits(found, queries, stage, quarter, scale);
 
-    float top = max;
-#pragma unroll 8
-    for (int row = 0; row < Shape::kSliceRows; ++row) {
-      const auto s = load_vec<2>(mine + row * kSlices);
-      if (whole || visible(0, row)) top = fmaxf(top, s.v[0]);
-      if (whole || visible(1, row)) top = fmaxf(top, s.v[1]);
+    // Values do not wait for logits.
+    u32 values[kOctets][kMine];
+    const unsigned char* source =
+        stage + Shape::value_at(Shape::key_of(lane % 8)) + lane / 8 % 2 * Shape::kRun * kRowBytes;
+#pragma unroll
+    for (int n = 0; n < kMine; n += 2) {
+      // Tiles 2 quarter and the next, then 8 further on: two in one access.
+      const int tile = min(2 * quarter + n * kGroupWarps, kTiles - 2);
+#pragma unroll
+      for (int octet = 0; octet < kOctets; octet += 2) {
+        u32 b[4];
+        load_matrix_transposed(b, source + octet * Shape::kRun * kRowBytes +
+                                      (tile + static_cast<int>(lane / 16)) * 16);
+        values[octet][n] = b[0];
+        values[octet + 1][n] = b[1];
+        values[octet][n + 1] = b[2];
+        values[octet + 1][n + 1] = b[3];
+      }
     }
+
+    if (first < span.first || first + Shape::kKeys > span.last) {
+      // From the first key that is seen to this lane's first one.
+      const int behind = first + static_cast<int>(Shape::key_of(2 * t)) - span.first;
+      const u32 count = span.last - span.first;
+      auto hidden = [&](int octet, int i) {
+        const int key = behind + octet * static_cast<int>(Shape::kRun) + i * Shape::kNextKey;
+        return static_cast<u32>(key) >= count;
+      };
+#pragma unroll
+      for (int n = 0; n < kMyOctets; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (hidden(quarter + n * kGroupWarps, i)) found[n][i] = minus_infinity();
+        }
+      }
+      // Rows that nobody wrote may hold anything; 0 times that is not 0.
+#pragma unroll
+      for (int octet = 0; octet < kOctets; ++octet) {
+        const u32 keep = (hidden(octet, 0) ? 0u : 0xffffu) | (hidden(octet, 1) ? 0u : 0xffff0000u);
+#pragma unroll
+        for (int n = 0; n < kMine; ++n) values[octet][n] &= keep;
+      }
+    }
+    if (lane / 4 < Shape::kHeads) {
+#pragma unroll
+      for (int n = 0; n < kMyOctets; ++n) {
+        const int octet = quarter + n * kGroupWarps;
+        if (kOctets % kGroupWarps != 0 && octet >= kOctets) break;
+        store_vec<2>(mine + octet * 8, Vec<float, 2>{{found[n][0], found[n][1]}});
+      }
+    }
+    sync();
+
+    Vec<float, 2> weights[kOctets];
+    float tops[kOctets];
+#pragma unroll
+    for (int octet = 0; octet < kOctets; ++octet) {
+      weights[octet] = load_vec<2>(mine + octet * 8);
+      tops[octet] = fmaxf(weights[octet].v[0], weights[octet].v[1]);
+    }
+#pragma unroll
+    for (int step = kOctets / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int octet = 0; octet < step; ++octet) {
+        tops[octet] = fmaxf(tops[octet], tops[octet + step]);
+      }
+    }
+    float top = fmaxf(max, tops[0]);
 #pragma unroll
     for (int offset = 1; offset < 4; offset *= 2) {
       top = fmaxf(top, __shfl_xor_sync(kFullMask, top, offset));
@@ -86,45 +157,32 @@ struct GroupAttention {
     const float rescale = exp2f(max - shift);
     max = top;
     total *= rescale;
+    float sums[kMine][4];
 #pragma unroll
     for (int n = 0; n < kMine; ++n) {
-      out[n][0] *= rescale;
-      out[n][1] *= rescale;
+      sums[n][0] = out[n][0] * rescale;
+      sums[n][1] = out[n][1] * rescale;
+      sums[n][2] = sums[n][3] = 0.0f;
     }
-
-    const unsigned char* source = keys + Shape::kValuesAt + lane % 8 * Shape::kSlicePitch +
-                                  lane / 8 % 2 * Shape::kRowBytes + lane / 16 * 16 + quarter * 32;
-#pragma unroll 2
-    for (int row = 0; row < Shape::kSliceRows; row += 2) {
-      u32 a[4] = {}, keep[2] = {~0u, ~0u};
+#pragma unroll
+    for (int octet = 0; octet < kOctets; octet += 2) {
+      u32 a[4] = {};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const auto s = load_vec<2>(mine + (row + i) * kSlices);
-        float low = exp2f(s.v[0] - shift), high = exp2f(s.v[1] - shift);
-        // Rows that nobody wrote may hold anything; 0 times that is not 0.
-        if (!whole) {
-          const bool first_is = visible(0, row + i), second_is = visible(1, row + i);
-          low = first_is ? low : 0.0f;
-          high = second_is ? high : 0.0f;
-          keep[i] = (first_is ? 0xffffu : 0u) | (second_is ? 0xffff0000u : 0u);
-        }
+        const float low = exp2f(weights[octet + i].v[0] - shift);
+        const float high = exp2f(weights[octet + i].v[1] - shift);
         total += low + high;
         a[2 * i] = word_of(from_float<T>(low), from_float<T>(high));
       }
 #pragma unroll
-      for (int n = 0; n < kMine; n += 2) {
-        // Tiles 2 quarter and the next, then 8 further on: two in one access.
-        if (kTiles % 8 != 0 && quarter * 2 + n * 4 >= kTiles) break;
-        u32 b[4];
-        load_matrix_transposed(b, source + row * Shape::kRowBytes + n * 64);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float c[4] = {out[n + i][0], out[n + i][1], 0.0f, 0.0f};
-          mma_m16n8k16<T>(c, a, b[2 * i] & keep[0], b[2 * i + 1] & keep[1]);
-          out[n + i][0] = c[0];
-          out[n + i][1] = c[1];
-        }
+      for (int n = 0; n < kMine; ++n) {
+        mma_m16n8k16<T>(sums[n], a, values[octet][n], values[octet + 1][n]);
       }
+    }
+#pragma unroll
+    for (int n = 0; n < kMine; ++n) {
+      out[n][0] = sums[n][0];
+      out[n][1] = sums[n][1];
     }
   }
 
@@ -132,7 +190,7 @@ struct GroupAttention {
   // this warp's columns of the weighted values to rows [kHeads, pitch].
   CUFUSE_DEVICE void store(
       float* maxima, float* totals, float* rows, int pitch, int quarter) const {
-    const int lane = thread_here() % 32, head = lane / 4;
+    const int lane = static_cast<int>(lane_here()), head = lane / 4;
     float sum = total;
 #pragma unroll
     for (int offset = 1; offset < 4; offset *= 2) sum += __shfl_xor_sync(kFullMask, sum, offset);
@@ -151,30 +209,56 @@ struct GroupAttention {
   }
 
  private:
-  // Every fourth 16 keys of the chunk: rows `row` and `row` + 1 of all slices.
-  static CUFUSE_DEVICE void find_logits(
-      const T* queries, const unsigned char* keys, float* logits, int quarter, float scale) {
-    const int lane = thread_here() % 32, head = lane / 4, t = lane % 4;
-    const u32* q = reinterpret_cast<const u32*>(queries + head * kHeadDim) + t;
-    const bool there = head < Shape::kHeads;
+  // Unsigned, so that parts of it are shifts.
+  static CUFUSE_DEVICE u32 lane_here() { return static_cast<u32>(thread_here()) % 32; }
+
+  // Octets quarter, quarter + 4, ...: the logits of keys 2 t and the next one, t = lane % 4, with
+  // head lane / 4.
+  //
+  // A lane loads 16-byte pieces of key lane / 4 of an octet, and mma may take the columns in any
+  // order that q has too. Of 8 pieces the lanes of even keys load piece t first and 4 + t next,
+  // those of odd keys the other way round: else the rows of two keys were in the same banks. So q
+  // is there twice, rows 0 to 7 of mma in the order of even keys and rows 8 to 15 in that of odd
+  // ones.
+  static CUFUSE_DEVICE void find_logits(float (&found)[kMyOctets][2],
+                                        const T* queries,
+                                        const unsigned char* stage,
+                                        int quarter,
+                                        float scale) {
+    constexpr int kPairs = kHeadDim / 64;      // of a lane's pieces
+    constexpr int kRest = kHeadDim % 64 / 16;  // products of what is left, in its plain order
+    const u32 lane = lane_here(), g = lane / 4, t = lane % 4;
+    const T* row = queries + min(g, Shape::kHeads - 1u) * kHeadDim;
+#pragma unroll
+    for (int n = 0; n < kMyOctets; ++n) {
+      const int octet = quarter + n * kGroupWarps;
+      if (kOctets % kGroupWarps != 0 && octet >= kOctets) break;
+      const unsigned char* key = stage + (Shape::key_of(g) + octet * Shape::kRun) * kRowBytes;
+      const u32 first = (g % 2 * 4 + t) * 16, next = first ^ 64;
+      // Of the second piece, rows of even keys are with the columns of odd ones.
+      float sums[2][4] = {};
+      // Two at a time would need registers that there are not.
 #pragma unroll 1
-    for (int row = 2 * quarter; row < Shape::kSliceRows; row += 2 * kGroupWarps) {
-      const unsigned char* source = keys + lane % 8 * Shape::kSlicePitch +
-                                    (row + lane / 16) * Shape::kRowBytes + lane / 8 % 2 * 16;
-      float even[4] = {}, odd[4] = {};
-#pragma unroll 4
-      for (int k = 0; k < kHeadDim / 16; ++k) {
-        u32 b[4];
-        load_matrix(b, source + k * 32);
-        const u32 a[4] = {there ? q[k * 8] : 0, 0, there ? q[k * 8 + 4] : 0, 0};
-        mma_m16n8k16<T>(even, a, b[0], b[1]);
-        mma_m16n8k16<T>(odd, a, b[2], b[3]);
+      for (int j = 0; j < kPairs; ++j) {
+        const uint4 pieces[] = {*reinterpret_cast<const uint4*>(key + j * 128 + first),
+                                *reinterpret_cast<const uint4*>(key + j * 128 + next)};
+        const auto even = *reinterpret_cast<const uint4*>(row + (8 * j + t) * 8);
+        const auto odd = *reinterpret_cast<const uint4*>(row + (8 * j + 4 + t) * 8);
+        const u32 a[4] = {even.x, odd.x, even.y, odd.y}, b[4] = {even.z, odd.z, even.w, odd.w};
+        mma_m16n8k16<T>(sums[0], a, pieces[0].x, pieces[0].y);
+        mma_m16n8k16<T>(sums[1], a, pieces[1].x, pieces[1].y);
+        mma_m16n8k16<T>(sums[0], b, pieces[0].z, pieces[0].w);
+        mma_m16n8k16<T>(sums[1], b, pieces[1].z, pieces[1].w);
       }
-      if (there) {
-        float* to = logits + head * Shape::kLogitPitch + row * kSlices + 2 * t;
-        store_vec<2>(to, Vec<float, 2>{{even[0] * scale, even[1] * scale}});
-        store_vec<2>(to + kSlices, Vec<float, 2>{{odd[0] * scale, odd[1] * scale}});
+#pragma unroll
+      for (int i = 0; i < kRest; ++i) {
+        const auto* words = reinterpret_cast<const u32*>(key + kPairs * 128 + i * 32) + t;
+        const auto* q = reinterpret_cast<const u32*>(row + kPairs * 64 + i * 16) + t;
+        const u32 a[4] = {q[0], q[0], q[4], q[4]};
+        mma_m16n8k16<T>(sums[0], a, words[0], words[4]);
       }
+      found[n][0] = (sums[0][0] + sums[1][2]) * scale;
+      found[n][1] = (sums[0][3] + sums[1][1]) * scale;
     }
   }
 };
@@ -195,14 +279,13 @@ struct GroupAttention<float, Shape> {
 
   template <typename Sync>
   CUFUSE_DEVICE void add_chunk(const float* queries,
-                               const unsigned char* keys,
+                               const unsigned char* stage,
                                float*,
                                int quarter,
                                int first,
                                KeySpan span,
                                float scale,
                                const Sync&) {
-    const unsigned char* stage = keys + Shape::kValuesAt;
     const int lane = thread_here() % 32;
 #pragma unroll
     for (int h = 0; h < kMine; ++h) {
@@ -213,8 +296,8 @@ struct GroupAttention<float, Shape> {
       for (int begin = 0; begin < Shape::kKeys; begin += 32) {
         const int count = min(32, Shape::kKeys - begin);
         const int mine = begin + min(lane, count - 1);
-        const int key = first + place(mine);
-        const auto* k = reinterpret_cast<const float*>(keys + offset(mine));
+        const int key = first + mine;
+        const auto* k = reinterpret_cast<const float*>(stage + mine * Shape::kRowBytes);
         float dot[4] = {};
 #pragma unroll 4
         for (int c = 0; c < kHeadDim; c += 4) {
@@ -236,9 +319,9 @@ struct GroupAttention<float, Shape> {
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
           const float weight = __shfl_sync(kFullMask, p, i);
-          const int at = first + place(begin + i);
-          if (at < span.first || at >= span.last) continue;
-          const auto* v = reinterpret_cast<const float*>(stage + offset(begin + i));
+          const int at = begin + i;
+          if (first + at < span.first || first + at >= span.last) continue;
+          const auto* v = reinterpret_cast<const float*>(stage + Shape::value_at(at));
 #pragma unroll
           for (int c = 0; c < kColumns; ++c) {
             const int column = lane + c * 32;
@@ -267,14 +350,6 @@ struct GroupAttention<float, Shape> {
       }
     }
   }
-
- private:
-  // Key i of a chunk, where rows of all slices follow each other: its place in the sequence, and
-  // its byte in the stage.
-  static CUFUSE_DEVICE int place(int i) { return i % kSlices * Shape::kSliceRows + i / kSlices; }
-  static CUFUSE_DEVICE int offset(int i) {
-    return i % kSlices * Shape::kSlicePitch + i / kSlices * Shape::kRowBytes;
-  }
 };
 
 // A softmax over some keys of one head, and two of its values.
@@ -291,6 +366,23 @@ struct PartialHead {
     out.x = out.x * mine + other.x * its;
     out.y = out.y * mine + other.y * its;
     max = top;
+  }
+
+  // Many at once: none waits for the one before.
+  template <int kCount>
+  static CUFUSE_DEVICE PartialHead of(const PartialHead (&parts)[kCount]) {
+    PartialHead all;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) all.max = fmaxf(all.max, parts[i].max);
+    const float shift = softmax_shift(all.max);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float weight = exp2f(parts[i].max - shift);
+      all.total = fmaf(parts[i].total, weight, all.total);
+      all.out.x = fmaf(parts[i].out.x, weight, all.out.x);
+      all.out.y = fmaf(parts[i].out.y, weight, all.out.y);
+    }
+    return all;
   }
 
   // A sink takes its share of the sum and brings no value.

@@ -201,11 +201,11 @@ struct Filler : Role<Shape, kFillerRole> {
         const i64 at = (rows + c * Cache::kKeys) * Cache::kRowBytes;
         // Not the rows from this position on: one of them is being written.
         const int count = min(this->position() - c * Cache::kKeys, Cache::kKeys);
-        filler.template fill_slices<kSlices>(
+        filler.template fill_sliced<kValueSlices>(
             reinterpret_cast<const unsigned char*>(this->args.k_cache) + at,
             reinterpret_cast<const unsigned char*>(this->args.v_cache) + at,
-            count * Cache::kRowBytes, Cache::kSliceBytes, Cache::kSlicePitch, this->watch,
-            this->tracer);
+            count * Cache::kRowBytes, Cache::kValuesAt, Cache::kSliceBytes, Cache::kSlicePitch,
+            this->watch, this->tracer);
       }
     }
   }
@@ -647,34 +647,38 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const T* new_key = rows + kGroup * kHeadDim;
     const T* new_value = new_key + kHeadDim;
     if (merges) {
-      if (warp < kGroup) {
+      // By the last warps: the first ones always have a chunk to do.
+      const int head = kPanelWarps - 3 - warp;
+      if (head >= 0 && head < kGroup) {
         float dot = 0.0f;
         for (int i = lane; i < kHeadDim; i += 32) {
-          dot = fmaf(to_float(rows[warp * kHeadDim + i]), to_float(new_key[i]), dot);
+          dot = fmaf(to_float(rows[head * kHeadDim + i]), to_float(new_key[i]), dot);
         }
         dot = warp_sum(dot);
-        if (lane == 0) new_logits[warp] = dot * scale;
+        if (lane == 0) new_logits[head] = dot * scale;
       }
       if (warp >= kPanelWarps - 2) append(layer, kv_head, warp == kPanelWarps - 1, new_key);
     }
 
     const int chunk = split.first_chunk + part * split.chunks;
     const int count = max(min(split.chunks, split.end_chunk - chunk), 0);
-    const int group = warp / kGroupWarps, quarter = warp % kGroupWarps;
+    const int group = static_cast<int>(static_cast<u32>(warp) / kGroupWarps);
+    const int quarter = static_cast<int>(static_cast<u32>(warp) % kGroupWarps);
     float* outs = at<float>(Shape::kXAt);  // [groups, kGroup, kMergePitch]
     {
-      float* logits = outs + kPanelGroups * Shape::kGroupOuts + group * (Cache::kLogitBytes / 4);
+      // Two buffers in turn: nobody writes logits while another warp still reads those before.
+      constexpr int kLogits = Cache::kLogitBytes / 4;
+      float* logits = outs + kPanelGroups * Shape::kGroupOuts + group * 2 * kLogits;
       GroupAttention<T, Cache> attention;
       auto stage = cursor;
       stage.advance(group);
 #pragma unroll 1
       for (int i = group; i < count; i += kPanelGroups) {
-        attention.add_chunk(rows, landed(stage), logits, quarter, (chunk + i) * Cache::kKeys,
-                            split.span, scale,
+        attention.add_chunk(rows, landed(stage),
+                            logits + static_cast<u32>(i) / kPanelGroups % 2 * kLogits, quarter,
+                            (chunk + i) * Cache::kKeys, split.span, scale,
                             [&] { barrier_sync(kGroupBarrier + group, kGroupWarps * 32); });
         Ring::release(stage);
-        // Nobody writes the next logits while another warp still reads these.
-        if (i + kPanelGroups < count) barrier_sync(kGroupBarrier + group, kGroupWarps * 32);
         stage.advance(kPanelGroups);
       }
       if (group < count) {
@@ -695,17 +699,23 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 #pragma unroll 1
     for (int i = thread_here(); i < kGroup * kHeadDim / 2; i += kThreads) {
       const int head = i / (kHeadDim / 2), column = i % (kHeadDim / 2) * 2;
-      PartialHead partial;
-#pragma unroll 1
-      for (int g = 0; g < groups; ++g) {
-        const auto values =
-            load_vec<2>(outs + g * Shape::kGroupOuts + head * Shape::kMergePitch + column);
-        partial.add(maxima[g * kMostHeads + head], totals[g * kMostHeads + head],
-                    make_float2(values.v[0], values.v[1]));
+      PartialHead parts[kPanelGroups + 1];
+#pragma unroll
+      for (int g = 0; g < kPanelGroups; ++g) {
+        if (g < groups) {
+          const auto values =
+              load_vec<2>(outs + g * Shape::kGroupOuts + head * Shape::kMergePitch + column);
+          parts[g] = {maxima[g * kMostHeads + head], totals[g * kMostHeads + head],
+                      make_float2(values.v[0], values.v[1])};
+        }
       }
       if (merges) {
-        partial.add(new_logits[head], 1.0f,
-                    make_float2(to_float(new_value[column]), to_float(new_value[column + 1])));
+        const auto values = load_vec<2>(new_value + column);
+        parts[kPanelGroups] = {new_logits[head], 1.0f,
+                               make_float2(to_float(values.v[0]), to_float(values.v[1]))};
+      }
+      PartialHead partial = PartialHead::of(parts);
+      if (merges) {
         const int query = kv_head * kGroup + head;
         if (this->args.sinks) {
           partial.add_sink(to_float(this->args.sinks[layer * Shape::kHeads + query]));

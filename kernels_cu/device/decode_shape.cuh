@@ -178,7 +178,7 @@ struct DecodeShape {
       32 *
       most(Packing<T>::tiles(kDim), most(Packing<T>::tiles(kQDim), Packing<T>::tiles(kHidden)));
   static constexpr int kGroupOuts = kGroup * kMergePitch;  // floats
-  static constexpr int kMergeBytes = kPanelGroups * (kGroupOuts * 4 + Cache::kLogitBytes);
+  static constexpr int kMergeBytes = kPanelGroups * (kGroupOuts * 4 + 2 * Cache::kLogitBytes);
   // What filters keep count with: where x and partial sums are when there are any.
   using Bins = cufuse::Bins<kPanelWarps * 32>;
   static constexpr int kBinBytes =

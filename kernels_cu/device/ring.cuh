@@ -20,7 +20,7 @@ template <int kStages_, int kStageBytes_, int kWindow_, int kCalmWindow_, Copies
 struct RingShape {
   static constexpr int kStages = kStages_;
   static constexpr int kStageBytes = kStageBytes_;
-  static constexpr int kPitch = kStageBytes + 256;  // a part of the cache has gaps between slices
+  static constexpr int kPitch = kStageBytes + 128;  // values of the cache have gaps between slices
   static constexpr int kWindow = kWindow_;
   static constexpr int kCalmWindow = kCalmWindow_;
   static constexpr Copies kCopies = kCopies_;
@@ -123,31 +123,33 @@ struct RingFiller {
     end_stage();
   }
 
-  // size_bytes of each of two sources, in runs of slice_bytes that lie slice_pitch apart, the
-  // second source's kSlices slices behind the first one's.
+  // size_bytes of each of two sources: of the first as they are, of the second to second_at in
+  // kSlices runs of slice_bytes that lie slice_pitch apart.
   template <int kSlices, typename AnyTracer>
-  CUFUSE_DEVICE void fill_slices(const unsigned char* first,
+  CUFUSE_DEVICE void fill_sliced(const unsigned char* first,
                                  const unsigned char* second,
                                  int size_bytes,
+                                 int second_at,
                                  int slice_bytes,
                                  int slice_pitch,
                                  Watch& watch,
                                  AnyTracer& tracer) {
     if (!begin_stage(watch, tracer)) return;
     if constexpr (Shape::kCopies == Copies::bulk) {
-      // A lane for each slice.
-      const int lane = thread_here() % 32, slice = lane % kSlices;
-      const int bytes = min(size_bytes - slice * slice_bytes, slice_bytes);
-      const bool mine = lane < 2 * kSlices && bytes > 0;
+      // A lane for each slice, and one for the first source.
+      const int lane = thread_here() % 32;
+      const int at = lane * slice_bytes, bytes = min(size_bytes - at, slice_bytes);
       announce(2 * size_bytes);
-      if (mine) {
-        copy_one(lane * slice_pitch, (lane < kSlices ? first : second) + slice * slice_bytes, bytes,
-                 false);
+      if (lane == kSlices) {
+        copy_one(0, first, size_bytes, false);
+      } else if (lane < kSlices && bytes > 0) {
+        copy_one(second_at + lane * slice_pitch, second + at, bytes, false);
       }
     } else {
-      for (int slice = 0; slice < 2 * kSlices; ++slice) {
-        const int at = slice % kSlices * slice_bytes;
-        copy_by_warp(slice * slice_pitch, (slice < kSlices ? first : second) + at,
+      copy_by_warp(0, first, size_bytes);
+      for (int slice = 0; slice < kSlices; ++slice) {
+        const int at = slice * slice_bytes;
+        copy_by_warp(second_at + slice * slice_pitch, second + at,
                      min(size_bytes - at, slice_bytes));
       }
     }
