@@ -181,13 +181,13 @@ _FFMA = (
 # A warp's weight rows are whole panels; its rows of x are what it reads again and again.
 _PACKED_WARPS = (
     PackedMatmulTile(128, 128, 64, 4, 2, 3, 1.0),
-    PackedMatmulTile(64, 128, 64, 2, 4, 3, 0.8),
-    PackedMatmulTile(64, 64, 64, 2, 2, 4, 0.6),
-    PackedMatmulTile(32, 64, 64, 1, 4, 6, 0.4),
-    PackedMatmulTile(16, 64, 64, 1, 4, 8, 0.25),
-    PackedMatmulTile(16, 32, 64, 1, 2, 8, 0.15),
+    PackedMatmulTile(64, 128, 64, 2, 4, 3, 0.75),
+    PackedMatmulTile(64, 64, 64, 2, 2, 4, 0.55),
+    PackedMatmulTile(32, 64, 64, 1, 4, 6, 0.35),
+    PackedMatmulTile(16, 64, 64, 1, 4, 8, 0.23),
+    PackedMatmulTile(16, 32, 64, 1, 2, 8, 0.11),
 )
-# All of them or none: how wgmma and mma.sync round a sum need not be the same.
+# With wgmma. A row's bits are those of the tiles above, as a test on the GPU says.
 _PACKED_WARPGROUPS = (
     PackedMatmulTile(256, 128, 64, 1, 8, 6, 1.0, "warpgroup"),
     PackedMatmulTile(128, 128, 64, 1, 8, 6, 0.75, "warpgroup"),
@@ -227,13 +227,20 @@ def choose(op: str, target: Target, m: int, n: int, k: int, dtype: Any) -> Tile:
 
 @functools.cache
 def choose_packed(target: Target, m: int, n_weight_rows: int, k: int, dtype: Any) -> PackedTile:
-    """Choose the tile of x [m, k] times a packed weight [n_weight_rows, k], or two of half that."""
+    """Choose the tile of x [m, k] times a packed weight [n_weight_rows, k], or two of half that.
+
+    Measured on an H200, bf16, 2026-11-30, Llama-3.2-1B's down [2048, 8192] in us: for 64 rows
+    mma.sync 32.6 and wgmma 71.5, for 512 rows 77.7 and 107.8; for 2048 rows wgmma's largest tile
+    158. The smaller tiles of wgmma are slower than those of mma.sync wherever they fit.
+    """
     itemsize = np.dtype(dtype).itemsize
     if m <= MAX_ROWS:
         tile = _packed_rows_tile(target, m, k, itemsize)
         if tile is not None:
             return tile
-    tensor_cores = _PACKED_WARPGROUPS if target.arch == "90a" else _PACKED_WARPS
+    tensor_cores = _PACKED_WARPS
+    if target.arch == "90a":
+        tensor_cores = (*_PACKED_WARPS, _PACKED_WARPGROUPS[0])
     shapes: tuple[PackedMatmulTile, ...] = _PACKED_FFMA if itemsize == 4 else tensor_cores
     return _cheapest(shapes, target, m, n_weight_rows, itemsize)
 
@@ -322,7 +329,8 @@ _PANEL_WARPS = 16
 class DecodeTile:
     """How a decode step is spread over a GPU (kernels_cu/device/decode_shape.cuh).
 
-    What bits depend on is `stage_bytes`, which cuts K, and `split_chunks`, which cuts the cache.
+    What bits depend on is `stage_bytes`, which cuts K, `split_chunks`, which cuts the cache, and
+    `value_slices`, which orders the keys of a chunk.
     """
 
     ctas: int  # one an SM
@@ -332,30 +340,43 @@ class DecodeTile:
     calm_window: int  # from qkv to output, where a token waits for one CTA after the other
     copies: str  # "bulk" or "async"
     split_chunks: int  # chunks of the cache that one split takes
+    value_slices: int = 4  # copies that the values of a chunk come by
 
 
 @functools.cache
 def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
     """Choose the tile of a model's decode step; raises Unsupported where none fits.
 
-    Measured on an H200, bf16, 512 tokens in the cache, us a token, 2026-11-30, all rows in
-    benchmarks/results. Windows (calm and other): Llama-3.2-1B 2 and 4 615, 2 and 3 625, 3 and 3
-    636, 1 and 3 656; Qwen3-0.6B 1 and 3 491, 1 and 2 497, 2 and 3 503, 2 and 2 508; Llama-3.1-8B
-    3 and 3 3485, 2 and 4 3541, 2 and 3 3559. What waits for its hand-offs waits behind what is on
-    its way from memory; the larger a model, the more it is memory that it waits for. With 2, 3 and
-    4 chunks a split, at an earlier commit: Llama-3.2-1B 641, 641 and 640; Qwen3-0.6B 554, 551, 545.
+    Measured on an H200, bf16, 512 tokens in the cache unless said otherwise, us a token,
+    2026-11-30, all rows in benchmarks/results. Windows (calm and other): Llama-3.2-1B 2 and 4 615,
+    2 and 3 625, 3 and 3 636, 1 and 3 656; Qwen3-0.6B 1 and 3 491, 1 and 2 497, 2 and 3 503, 2 and 2
+    508; Llama-3.1-8B 3 and 4 3443, 4 and 4 3452, 3 and 3 3480, 2 and 4 3541. What waits for its
+    hand-offs waits behind what is on its way from memory; the larger a model, the more it is memory
+    that it waits for. Slices of the values, 4, 2 and 1: Llama-3.2-1B 608, 614, 617, with 8192
+    tokens 703, 697, 704; Qwen3-0.6B 487, 494, 506; Llama-3.1-8B with 32768 tokens 4820, 4711, 4750.
+    Stages of 8 KB: SmolLM2-135M 347 instead of 364, Qwen3-0.6B 557 instead of 487. Chunks a split,
+    2, 3, 4 and 8: Qwen3-0.6B 503, 495, 487, 495.
     """
     bulk = target.arch == "twin" or int(target.arch.rstrip("af")) >= 90
     ctas = min(target.sm_count, -(-config.vocab_size // 16))
     row_bytes = config.head_dim * np.dtype(dtype).itemsize
-    window, calm_window = (3, 1) if config.dim < 2048 else (4, 2) if config.dim < 4096 else (3, 3)
-    sizes = (16384, 8192) if target.shared_bytes > 160 * 1024 else (8192, 16384)
-    for stage_bytes in sizes:
+    dim = config.dim
+    window, calm_window = (3, 1) if dim < 2048 else (4, 2) if dim < 4096 else (4, 3)
+    large = target.shared_bytes > 160 * 1024 and dim >= 1024
+    for stage_bytes in (16384, 8192) if large else (8192, 16384):
         if stage_bytes < 2 * _FEWEST_KEYS * row_bytes:
             continue
-        for stages in range(_MOST_STAGES, _FEWEST_STAGES - 1, -1):
+        in_large = 16384 // stage_bytes  # stages that make a large one
+        for stages in range(_MOST_STAGES * in_large, _FEWEST_STAGES - 1, -1):
             tile = DecodeTile(
-                ctas, stages, stage_bytes, window, calm_window, "bulk" if bulk else "async", 4
+                ctas,
+                stages,
+                stage_bytes,
+                min(window * in_large, stages - 1),
+                min(calm_window * in_large, stages - 1),
+                "bulk" if bulk else "async",
+                split_chunks=4 * in_large,
+                value_slices=2 if dim >= 2048 else 4,
             )
             if decode_shared_bytes(config, dtype, tile) <= target.shared_bytes:
                 return tile

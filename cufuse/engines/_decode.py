@@ -130,6 +130,7 @@ def template(
         tile.calm_window,
         f"Copies::{tile.copies}",
         tile.split_chunks,
+        tile.value_slices,
         trace,
         f"Draw::{'filtered' if filtered else 'plain'}",
     )

@@ -11,14 +11,14 @@
 
 namespace cufuse {
 
-// ldmatrix reads a row of every slice, or a run of rows where there are less than 8 slices: the
-// more slices, the fewer bank conflicts, but small copies take longer.
-constexpr int kValueSlices = 4;
 constexpr int kMostHeads = 8;  // query heads of a KV head: columns of a tensor core's product
 constexpr float kLog2E = 1.4426950408889634f;
 
-template <typename T, int kHeads_, int kHeadDim_, int kStageBytes>
+// ldmatrix reads a row of every slice of the values, or a run of rows where there are less than 8
+// slices: the more slices, the fewer bank conflicts, but small copies take longer.
+template <typename T, int kHeads_, int kHeadDim_, int kStageBytes, int kValueSlices_>
 struct CacheShape {
+  static constexpr int kValueSlices = kValueSlices_;
   static constexpr int kHeads = kHeads_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));

@@ -191,6 +191,8 @@ struct Filler : Role<Shape, kFillerRole> {
     const int tasks = Shape::kKvHeads * split.count;
     const int first = this->take(tasks);
     if (first >= tasks) return;
+    // A long cache is read rather than waited for.
+    if (split.chunks > Shape::kSplitChunks) filler.window = Shape::Ring::kWindow;
     for (int task = this->last_of(first, tasks); task >= first; task -= Shape::kCtas) {
       const int head = task % Shape::kKvHeads, part = task / Shape::kKvHeads;
       const int chunk = split.first_chunk + part * split.chunks;
@@ -201,7 +203,7 @@ struct Filler : Role<Shape, kFillerRole> {
         const i64 at = (rows + c * Cache::kKeys) * Cache::kRowBytes;
         // Not the rows from this position on: one of them is being written.
         const int count = min(this->position() - c * Cache::kKeys, Cache::kKeys);
-        filler.template fill_sliced<kValueSlices>(
+        filler.template fill_sliced<Cache::kValueSlices>(
             reinterpret_cast<const unsigned char*>(this->args.k_cache) + at,
             reinterpret_cast<const unsigned char*>(this->args.v_cache) + at,
             count * Cache::kRowBytes, Cache::kValuesAt, Cache::kSliceBytes, Cache::kSlicePitch,
@@ -211,6 +213,7 @@ struct Filler : Role<Shape, kFillerRole> {
   }
 
   CUFUSE_DEVICE void output(int layer) {
+    filler.window = Shape::Ring::kCalmWindow;
     weights<Shape::kOutPanels, Shape::kQDim>(this->args.out, layer);
   }
   CUFUSE_DEVICE void gate_up(int layer) {

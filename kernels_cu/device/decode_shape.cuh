@@ -107,6 +107,7 @@ template <typename T_,
           int kCalmWindow_,
           Copies kCopies_,
           int kSplitChunks_,
+          int kValueSlices_,
           bool kTrace_,
           Draw kDraw_>
 struct DecodeShape {
@@ -134,7 +135,7 @@ struct DecodeShape {
   static constexpr int kQDim = kHeads * kHeadDim;
   static constexpr int kKvDim = kKvHeads * kHeadDim;
   static constexpr int kQkvDim = kQDim + 2 * kKvDim;
-  using Cache = CacheShape<T, kGroup, kHeadDim, kStageBytes_>;
+  using Cache = CacheShape<T, kGroup, kHeadDim, kStageBytes_, kValueSlices_>;
 
   // Attention: a split takes kSplitChunks chunks, more when there would be too many splits.
   static constexpr int kSplitChunks = kSplitChunks_;
