@@ -187,8 +187,9 @@ def test_matmul_is_linear_without_the_rest(to_kernels, rng, m, dtype):
 
 @pytest.fixture
 def by_warpgroups(monkeypatch):
-    """Let the twin take the tiles of sm_90a."""
+    """Let the twin take wgmma's tiles of sm_90a, the small ones too."""
     monkeypatch.setattr(tiles, "TWIN", dataclasses.replace(tiles.TWIN, arch="90a"))
+    monkeypatch.setattr(tiles, "_PACKED_WARPS", tiles._PACKED_WARPGROUPS)
     assert tiles.choose_packed(tiles.TWIN, 9, 16, 16, np.dtype(bfloat16)).cores == "warpgroup"
 
 

@@ -159,6 +159,7 @@ def check_packed_tiles():
 def check_warpgroups():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(tiles, "TWIN", dataclasses.replace(tiles.TWIN, arch="90a"))
+        patched.setattr(tiles, "_PACKED_WARPS", tiles._PACKED_WARPGROUPS)
         check_packed(40, 80, 840)
 
 
