@@ -38,7 +38,7 @@ def target(arch: str, sm_count: int) -> Target:
 
 
 class CacheSplit(NamedTuple):
-    """How attention cuts the keys in the cache, as split_cache in decode_roles.cuh."""
+    """How attention cuts the keys in the cache, as split_cache in decode_role.cuh."""
 
     first: int  # key that the query sees
     last: int  # behind the last one

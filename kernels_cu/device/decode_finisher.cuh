@@ -1,0 +1,238 @@
+// The role that makes results of a panel's sums and hands them on.
+#pragma once
+
+#include "device/decode_role.cuh"
+#include "device/epilogue.cuh"
+
+namespace cufuse {
+
+template <typename Shape>
+struct Finisher : Role<Shape, kFinisherRole> {
+  using T = typename Shape::T;
+  int panels_done = 0;
+  u64 best_rank = 0;
+
+  CUFUSE_DEVICE explicit Finisher(const DecodeArgs<T>& args) : Role<Shape, kFinisherRole>(args) {}
+
+  CUFUSE_DEVICE void qkv(int layer) {
+    const T* bias = this->args.qkv_bias ? this->args.qkv_bias + layer * Shape::kQkvDim : nullptr;
+    u64* words = this->words(Shape::kQkv);
+    panels<Shape::kQkvPanels, Shape::kDim>([&](int row) {
+      const float b = bias && row < Shape::kQkvDim ? to_float(bias[row]) : 0.0f;
+      const Outlet outlet(words, row, Shape::kQkvDim, this->tag(layer));
+      return [=](float sum) { outlet.hand_on(bias ? sum + b : sum); };
+    });
+  }
+
+  CUFUSE_DEVICE void attention(int layer) {
+    this->take(Shape::kKvHeads * this->split(layer).count);
+  }
+
+  CUFUSE_DEVICE void output(int layer) {
+    // The residual of the first layer is the embedding.
+    const T* embedded =
+        layer == 0 && starts(Shape::kOutPanels) ? this->embedding_row(this->token()) : nullptr;
+    add_residual<Shape::kOutPanels, Shape::kQDim>(
+        this->args.out_bias ? this->args.out_bias + layer * Shape::kDim : nullptr, embedded,
+        this->words(Shape::kX), this->tag(layer - 1), this->words(Shape::kMiddle), layer);
+  }
+
+  CUFUSE_DEVICE void gate_up(int layer) {
+    const i64 at = static_cast<i64>(layer) * Shape::kHidden;
+    const T* gate_bias = this->args.gate_bias ? this->args.gate_bias + at : nullptr;
+    const T* up_bias = this->args.up_bias ? this->args.up_bias + at : nullptr;
+    u64* words = this->words(Shape::kHiddenWords);
+    panels<Shape::kGateUpPanels, Shape::kDim>([&](int row) {
+      // Rows 0..7 of a panel are the gate's, 8..15 the up's.
+      const int column = row / kPanelRows * 8 + row % 8;
+      const bool there = row % kPanelRows < 8 && column < Shape::kHidden;
+      const float gate_b = gate_bias && there ? to_float(gate_bias[column]) : 0.0f;
+      const float up_b = up_bias && there ? to_float(up_bias[column]) : 0.0f;
+      const Outlet outlet(words, there ? column : Shape::kHidden, Shape::kHidden, this->tag(layer));
+      return [=](float sum) {
+        float gate = sum, up = __shfl_down_sync(kFullMask, sum, 8);
+        if (gate_bias) gate += gate_b;
+        if (up_bias) up += up_b;
+        outlet.hand_on(gated<Gate::plain, Shape::kAct>(gate, up, 0.0f, 0.0f));
+      };
+    });
+  }
+
+  CUFUSE_DEVICE void down(int layer) {
+    add_residual<Shape::kDownPanels, Shape::kHidden>(
+        this->args.down_bias ? this->args.down_bias + layer * Shape::kDim : nullptr, nullptr,
+        this->words(Shape::kMiddle), this->tag(layer), this->words(Shape::kX), layer);
+  }
+
+  CUFUSE_DEVICE void head() {
+    T* logits = this->logits();
+    // A row of them is another CTA's with the next token: it stores when it knows what was drawn
+    // from this one.
+    bool stores = true;
+    if constexpr (Shape::kDraw == Draw::filtered) {
+      if (this->n() > 0 && this->has_logits_before()) {
+        await_all(this->words(Shape::kDrawn), this->tag(-1), this->watch);
+      }
+    } else {
+      stores = this->args.all_logits || this->n() + 1 == this->args.n_tokens;
+    }
+    const float inverse = this->args.inverse_temperature;
+    const HashKey key = hash_key(this->args.seed, static_cast<u64>(this->position() + 1), 0);
+    best_rank = 0;
+    // `ids` may lie where a CTA that comes late still reads its first token.
+    if (blockIdx.x == 0) wait_for_arrivals();
+    __syncwarp();
+    panels<Shape::kHeadPanels, Shape::kDim>([&](int row) {
+      return [=](float sum) {
+        if constexpr (Shape::kDraw == Draw::filtered) {
+          note(logits, row, sum);
+        } else {
+          if (row >= Shape::kVocab || thread_here() % 32 >= kPanelRows) return;
+          const T rounded = from_float<T>(sum);
+          if (stores) logits[row] = rounded;
+          const float logit = to_float(rounded);
+          const u32 order = order_of(logit);
+          u64 rank = order == 0 ? kRankOfNan : 0;
+          if (order > kOrderOfMinusInfinity) {
+            rank = inverse > 0.0f ? draw_rank(logit, row, inverse, key) : rank_of(order, row);
+          }
+          best_rank = max(best_rank, rank);
+        }
+      };
+    });
+    const u64 rank = warp_max(best_rank);
+    if constexpr (Shape::kDraw == Draw::filtered) {
+      __syncwarp();
+      if (thread_here() % 32 == 0) {
+        publish_all(this->best(this->n()) + 2 * blockIdx.x, static_cast<u32>(rank >> 32),
+                    this->tag(Shape::kLayers - 1));
+      }
+    } else if (thread_here() % 32 == 0) {
+      publish(this->best(this->n()) + 2 * blockIdx.x, static_cast<u32>(rank >> 32),
+              static_cast<u32>(rank), this->tag(Shape::kLayers - 1));
+    }
+    if (blockIdx.x == 0) {
+      const int id = this->drawn(this->n(), this->tag(Shape::kLayers - 1));
+      if (thread_here() % 32 == 0) this->args.ids[this->n()] = stopped() ? -2 : id;
+    }
+  }
+
+  CUFUSE_DEVICE void end() {
+    this->tracer.close();
+    if (blockIdx.x != 0 || thread_here() % 32 != 0) return;
+    wait_for_arrivals();
+    store_word<Order::relaxed>(this->args.control + kControlArrived, 0u);
+    // After a launch that gave up, the cache counts as if it had not been.
+    if (!stopped()) this->args.start[0] = this->launch().start + this->args.n_tokens;
+    this->args.control[kControlSequence] =
+        this->launch().sequence + static_cast<u32>(this->args.n_tokens * Shape::kLayers);
+  }
+
+ private:
+  // A logit, for CTA 0 to draw from. Who gave up does not know that those before were read.
+  CUFUSE_DEVICE void note(T* logits, int row, float sum) {
+    const bool mine = row < Shape::kVocab && thread_here() % 32 < kPanelRows;
+    const T rounded = from_float<T>(sum);
+    if (mine && !this->watch.expired) logits[row] = rounded;
+    const u32 order = order_of(to_float(rounded));
+    const u32 highest =
+        __reduce_max_sync(kFullMask, mine ? (order == 0 ? kHighestOfNan : order) : 0u);
+    if (thread_here() % 32 == 0 && !this->watch.expired) {
+      this->highest()[row / kPanelRows] = highest;
+    }
+    best_rank = max(best_rank, static_cast<u64>(highest) << 32);
+  }
+
+  // Until all CTAs have read what this launch found. All are resident, and arrive before they wait
+  // for anything.
+  CUFUSE_DEVICE void wait_for_arrivals() const {
+    while (load_word<Order::acquire>(this->args.control + kControlArrived) != Shape::kCtas) {
+    }
+  }
+
+  // Whether a thread of any CTA gave up, in this launch or in one before that the host has not
+  // seen.
+  CUFUSE_DEVICE bool stopped() const {
+    return load_word<Order::acquire>(this->args.control + kControlFault) != 0;
+  }
+
+  CUFUSE_DEVICE bool starts(int panels) const {
+    int first = static_cast<int>(blockIdx.x) - this->turn;
+    if (first < 0) first += Shape::kCtas;
+    return first < panels;
+  }
+
+  // For each of this CTA's panels: prepare(row) before its sums are there, and what that returns
+  // with the row's sum. Lanes l and l + 16 have the same row.
+  template <int kPanels, int kK, typename Prepare>
+  CUFUSE_DEVICE void panels(const Prepare& prepare) {
+    const int lane = thread_here() % 32;
+#pragma unroll 1
+    for (int panel = this->take(kPanels); panel < kPanels; panel += Shape::kCtas) {
+      const auto finish = prepare(panel * kPanelRows + lane % kPanelRows);
+      const int buffer = panels_done++ % Shape::kPartials;
+      auto* shared = dynamic_shared<unsigned char>();
+      const float* partial = reinterpret_cast<const float*>(shared + Shape::kPartialsAt) +
+                             buffer * Shape::kPartialFloats;
+      const u32 since = this->tracer.now();
+      barrier_sync(kSumsBarrier + buffer, kPanelWarps * 32 + 32);
+      this->tracer.waited(kWaitingForSums, since);
+      this->tracer.begin(kAdding);
+      const float sum = panel_sum<Shape::template Panel<kK>::kChains>(partial);
+      this->tracer.end(kAdding);
+      this->tracer.begin(kStoring);
+      finish(sum);
+      this->tracer.end(kStoring);
+      if (lane == 0) {
+        store_shared_release(reinterpret_cast<u32*>(shared + Shape::kSumsDoneAt),
+                             static_cast<u32>(panels_done));
+      }
+    }
+  }
+
+  template <int kPanels, int kK>
+  CUFUSE_DEVICE void add_residual(const T* bias,
+                                  const T* embedded,
+                                  const u64* residual,
+                                  u32 residual_tag,
+                                  u64* words,
+                                  int layer) {
+    panels<kPanels, kK>([&](int row) {
+      const bool there = row < Shape::kDim;
+      const float b = bias && there ? to_float(bias[row]) : 0.0f;
+      const u64* word = residual + (there ? row : 0) / kPerWord<T>;
+      const Outlet outlet(words, row, Shape::kDim, this->tag(layer));
+      // It is there: what this phase multiplies depends on all of it.
+      const float old = !embedded
+                            ? value_in<T>(settle(look(word), word, residual_tag, this->watch), row)
+                        : there ? to_float(embedded[row])
+                                : 0.0f;
+      return [=](float sum) { outlet.hand_on((bias ? sum + b : sum) + old); };
+    });
+  }
+
+  // Where row `row` of a vector of n goes. Lanes l and l + 16 have the same one; the first ones of
+  // each two rows that share a word write it.
+  struct Outlet {
+    u64* word;
+    u32 tag;
+    bool writes;
+
+    CUFUSE_DEVICE Outlet(u64* words, int row, int n, u32 tag)
+        : word(words + row / kPerWord<T>),
+          tag(tag),
+          writes(row < n && row % kPerWord<T> == 0 && thread_here() % 32 < kPanelRows) {}
+
+    // By all lanes, a row's value each.
+    CUFUSE_DEVICE void hand_on(float value) const {
+      if constexpr (kPerWord<T> == 1) {
+        if (writes) publish(word, bits_of(value), tag);
+      } else {
+        const u32 pair = pair_from_floats<T>(value, __shfl_down_sync(kFullMask, value, 1));
+        if (writes) publish(word, pair, tag);
+      }
+    }
+  };
+};
+
+}  // namespace cufuse

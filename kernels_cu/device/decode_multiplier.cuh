@@ -1,0 +1,656 @@
+// The role of the warps that gather x and multiply panels with it, and that attend to the cache.
+#pragma once
+
+#include "device/decode_role.cuh"
+
+namespace cufuse {
+
+template <typename Shape>
+struct Multiplier : Role<Shape, kMultiplierRole> {
+  using T = typename Shape::T;
+  using Cache = typename Shape::Cache;
+  static constexpr int kThreads = kPanelWarps * 32;
+  static constexpr int kHeadDim = Shape::kHeadDim;
+  using Ring = cufuse::Ring<typename Shape::Ring, Shape::kRingAt>;
+  typename Ring::Cursor cursor;
+  int panels_done = 0;
+  u32 sums_done = 0;  // panels whose sums the finisher had read when this warp last looked
+
+  CUFUSE_DEVICE explicit Multiplier(const DecodeArgs<T>& args)
+      : Role<Shape, kMultiplierRole>(args) {}
+
+  CUFUSE_DEVICE void begin(int token) {
+    const i64 row = static_cast<i64>(this->launch().start + token) * (Shape::kRotary / 2);
+    float* angles = at<float>(Shape::kAnglesAt);
+    for (int i = thread_here(); i < Shape::kRotary / 2; i += kThreads) {
+      angles[i] = this->args.cos[row + i];
+      angles[Shape::kRotary / 2 + i] = this->args.sin[row + i];
+    }
+    Role<Shape, kMultiplierRole>::begin(token, sync);
+  }
+
+  CUFUSE_DEVICE void qkv(int layer) {
+    const int first = this->take(Shape::kQkvPanels);
+    if (first >= Shape::kQkvPanels) return;
+    if (layer == 0) follow();
+    const T* row = layer == 0 ? this->embedding_row(this->token()) : nullptr;
+    gather_normalized(row, this->words(Shape::kX), this->tag(layer - 1),
+                      this->args.attn_norm + layer * Shape::kDim);
+    multiply<Shape::kQkvPanels, Shape::kDim>(first);
+  }
+
+  CUFUSE_DEVICE void attention(int layer) {
+    const CacheSplit& split = this->split(layer);
+    const int tasks = Shape::kKvHeads * split.count;
+    const int first = this->take(tasks);
+    if (first >= tasks) return;
+    for (int task = this->last_of(first, tasks); task >= first; task -= Shape::kCtas) {
+      attend(layer, task % Shape::kKvHeads, task / Shape::kKvHeads, split);
+    }
+  }
+
+  CUFUSE_DEVICE void output(int layer) {
+    const int first = this->take(Shape::kOutPanels);
+    if (first >= Shape::kOutPanels) return;
+    const int splits = this->split(layer).count;
+    if (splits == 1 || splits > Shape::kReadSplits) {
+      gather<Shape::kQDim>(this->words(Shape::kAttention), this->tag(layer));
+    } else {
+      gather_splits(splits, this->tag(layer));
+    }
+    multiply<Shape::kOutPanels, Shape::kQDim>(first);
+  }
+
+  CUFUSE_DEVICE void gate_up(int layer) {
+    const int first = this->take(Shape::kGateUpPanels);
+    if (first >= Shape::kGateUpPanels) return;
+    gather_normalized(nullptr, this->words(Shape::kMiddle), this->tag(layer),
+                      this->args.mlp_norm + layer * Shape::kDim);
+    multiply<Shape::kGateUpPanels, Shape::kDim>(first);
+  }
+
+  CUFUSE_DEVICE void down(int layer) {
+    const int first = this->take(Shape::kDownPanels);
+    if (first >= Shape::kDownPanels) return;
+    gather<Shape::kHidden>(this->words(Shape::kHiddenWords), this->tag(layer));
+    multiply<Shape::kDownPanels, Shape::kHidden>(first);
+  }
+
+  CUFUSE_DEVICE void head() {
+    const int first = this->take(Shape::kHeadPanels);
+    if (first >= Shape::kHeadPanels) return;
+    gather_normalized(nullptr, this->words(Shape::kX), this->tag(Shape::kLayers - 1),
+                      this->args.final_norm);
+    multiply<Shape::kHeadPanels, Shape::kDim>(first);
+    if constexpr (Shape::kDraw == Draw::filtered) {
+      if (blockIdx.x == 0) draw();
+    }
+  }
+
+  CUFUSE_DEVICE void end() { this->tracer.close(); }
+
+ private:
+  // The threads that draw together.
+  struct Team {
+    static constexpr int kThreads = Multiplier::kThreads;
+    static CUFUSE_DEVICE int index() { return thread_here(); }
+    static CUFUSE_DEVICE void sync() { Multiplier::sync(); }
+  };
+
+  // The logits of all CTAs: of most panels a look at the largest is enough.
+  struct Logits {
+    using T = Multiplier::T;
+    static constexpr int n = Shape::kVocab;
+    // Logits of an access: the row of a token begins where the one before ends.
+    static constexpr int kVec = n % kPer16<T> == 0 ? kPer16<T> : 1;
+    const T* logits;
+    const u32* highest;
+
+    CUFUSE_DEVICE float at(int i) const { return to_float(logits[i]); }
+    template <typename AnyTeam, typename Visit>
+    CUFUSE_DEVICE void visit(u32 floor, Visit visit) const {
+      constexpr int kAhead = 16;
+      constexpr int kPanels = Shape::kHeadPanels;
+#pragma unroll 1
+      for (int first = AnyTeam::index(); first < kPanels; first += kAhead * kThreads) {
+        u32 wanted = 0;  // of the next kAhead panels of this thread; their looks share a latency
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int panel = first + i * kThreads;
+          if (panel < kPanels && highest[min(panel, kPanels - 1)] >= floor) wanted |= 1u << i;
+        }
+#pragma unroll 1
+        for (; wanted; wanted &= wanted - 1) {
+          const int begin = (first + (__ffs(static_cast<int>(wanted)) - 1) * kThreads) * kPanelRows;
+          const int end = min(begin + kPanelRows, n);
+          auto next = load_vec<kVec>(logits + begin);
+#pragma unroll 1
+          for (int i = begin; i < end; i += kVec) {
+            const auto group = next;
+            next = load_vec<kVec>(logits + min(i + kVec, end - kVec));
+#pragma unroll
+            for (int j = 0; j < kVec; ++j) visit(i + j, to_float(group.v[j]));
+          }
+        }
+      }
+    }
+  };
+
+  // By CTA 0: the id, when everybody's logits are there.
+  CUFUSE_DEVICE void draw() {
+    const u32 tag = this->tag(Shape::kLayers - 1);
+    this->tracer.begin(kWaitingForActivations);
+    u32 highest = 0;
+    for (int cta = thread_here(); cta < Shape::kCtas; cta += kThreads) {
+      highest = max(highest, await_all(this->best(this->n()) + 2 * cta, tag, this->watch));
+    }
+    this->tracer.end(kWaitingForActivations);
+    sync();
+    this->tracer.begin(kDrawing);
+    const Filters filters{this->args.share, this->args.top_k, this->args.inverse_temperature,
+                          this->args.min_p, this->args.mass_scale};
+    const HashKey key = hash_key(this->args.seed, static_cast<u64>(this->position() + 1), 0);
+    // Who gave up has not seen all logits and draws none.
+    const int id = draw_filtered<Team>(Logits{this->logits(), this->highest()},
+                                       this->watch.expired ? kHighestOfNan : highest, filters, key,
+                                       *at<typename Shape::Bins>(Shape::kXAt));
+    if (thread_here() == 0) {
+      publish_all(this->words(Shape::kDrawn), static_cast<u32>(id), tag);
+    }
+    this->tracer.end(kDrawing);
+  }
+
+  template <typename U>
+  static CUFUSE_DEVICE U* at(int offset) {
+    return reinterpret_cast<U*>(dynamic_shared<unsigned char>() + offset);
+  }
+  static CUFUSE_DEVICE void sync() { barrier_sync(kMultiplierBarrier, kThreads); }
+
+  // A stage's bytes, once they are there.
+  CUFUSE_DEVICE const unsigned char* landed(const typename Ring::Cursor& stage) {
+    const u32 since = this->tracer.now();
+    const unsigned char* bytes = Ring::wait(stage, this->watch);
+    this->tracer.waited(kWaitingForWeights, since);
+    return bytes;
+  }
+
+  // A given token needs nothing of the one before. It waits for its end all the same: else who has
+  // no part in its first phases could find overwritten what it has yet to read of the last ones.
+  CUFUSE_DEVICE void follow() {
+    if constexpr (Shape::kDraw == Draw::filtered) {
+      // The id takes CTA 0 its time: one thread looks for it, as in `probe`.
+      if (this->n() > 0 && this->has_logits_before()) {
+        this->tracer.begin(kWaitingForActivations);
+        if (thread_here() == 0) this->drawn(this->n() - 1, this->tag(-1));
+        this->tracer.end(kWaitingForActivations);
+        sync();
+      }
+    }
+    if (this->n() == 0 || this->has_logits_before()) return;
+    const u64* words = this->words(Shape::kX);
+    const u32 tag = this->tag(-1);
+#pragma unroll 1
+    for (int pair = thread_here(); pair < Shape::kDim / kPerWord<T> / 2; pair += kThreads) {
+      settle(look_pair(words + 2 * pair), words + 2 * pair, tag, this->watch);
+    }
+  }
+
+  // One thread looks at the word that is expected last until it is there; then all look at once.
+  // Looks in vain crowd L2 and delay the very words that are waited for.
+  CUFUSE_DEVICE void probe(const u64* word, u32 tag) {
+    this->tracer.begin(kWaitingForActivations);
+    if (thread_here() == 0) settle(look(word), word, tag, this->watch);
+    this->tracer.end(kWaitingForActivations);
+    sync();
+    this->tracer.begin(kGathering);
+  }
+
+  // Words [0, kWords) to shared memory as fragments, zeros behind them.
+  template <int kN>
+  CUFUSE_DEVICE void gather(const u64* words, u32 tag) {
+    constexpr int kPairs = kN / kPerWord<T> / 2;
+    constexpr int kMine = (kPairs + kThreads - 1) / kThreads;
+    constexpr int kAhead = kMine < 4 ? kMine : 4;
+    const int thread = thread_here();
+    const u32 place = fragment_place<T>(thread);
+    probe(words + 2 * kPairs - 1, tag);
+#pragma unroll
+    for (int round = 0; round < kMine; round += kAhead) {
+      auto pair_of = [&](int i) { return min(thread + (round + i) * kThreads, kPairs - 1); };
+      ulonglong2 seen[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (round + i < kMine) seen[i] = look_pair(words + 2 * pair_of(i));
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (round + i >= kMine) break;
+        const uint2 found = settle(seen[i], words + 2 * pair_of(i), tag, this->watch);
+        if (thread + (round + i) * kThreads < kPairs) put(place, round + i, found);
+      }
+    }
+    clear_behind<kN>();
+    sync();
+    this->tracer.end(kGathering);
+  }
+
+  // The same of a residual vector, through an RMSNorm; from `row` in memory if that is not null.
+  CUFUSE_DEVICE void gather_normalized(const T* row, const u64* words, u32 tag, const T* weight) {
+    constexpr int kPairs = Shape::kDim / kPerWord<T> / 2;
+    constexpr int kMine = (kPairs + kThreads - 1) / kThreads;
+    constexpr int kValues = 2 * kPerWord<T>;
+    float* sums = at<float>(Shape::kNormSumsAt);
+    const auto* weights = reinterpret_cast<const uint2*>(weight);
+    const int thread = thread_here();
+    const u32 place = fragment_place<T>(thread);
+    // A thread past the end looks at the last pair, and what it finds counts for nothing.
+    auto pair_of = [&](int i) { return min(thread + i * kThreads, kPairs - 1); };
+    uint2 bits[kMine], weight_bits[kMine];
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) weight_bits[i] = weights[pair_of(i)];
+    if (row) {
+      sync();
+      this->tracer.begin(kGathering);
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) bits[i] = reinterpret_cast<const uint2*>(row)[pair_of(i)];
+    } else {
+      probe(words + 2 * kPairs - 1, tag);
+      ulonglong2 seen[kMine];
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) seen[i] = look_pair(words + 2 * pair_of(i));
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+        bits[i] = settle(seen[i], words + 2 * pair_of(i), tag, this->watch);
+      }
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      if (thread + i * kThreads >= kPairs) break;
+#pragma unroll
+      for (int j = 0; j < kValues; ++j) {
+        const float v = value_in<T>(j < kPerWord<T> ? bits[i].x : bits[i].y, j);
+        sum = fmaf(v, v, sum);
+      }
+    }
+    sum = warp_sum(sum);
+    if (thread % 32 == 0) sums[thread / 32] = sum;
+    sync();
+    sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPanelWarps; i += 4) {
+      const auto four = load_vec<4>(sums + i);
+      sum += (four.v[0] + four.v[1]) + (four.v[2] + four.v[3]);
+    }
+    const float scale = rsqrtf(sum / static_cast<float>(Shape::kDim) + this->args.eps);
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      if (thread + i * kThreads >= kPairs) break;
+      const uint2 normal = make_uint2(normalized_word(bits[i].x, scale, weight_bits[i].x),
+                                      normalized_word(bits[i].y, scale, weight_bits[i].y));
+      put(place, i, normal);
+    }
+    clear_behind<Shape::kDim>();
+    sync();
+    this->tracer.end(kGathering);
+  }
+
+  static CUFUSE_DEVICE u32 normalized_word(u32 word, float scale, u32 weight) {
+    auto value = [&](int i) {
+      return normalized<T, Shape::kRounding>(value_in<T>(word, i), scale, value_in<T>(weight, i));
+    };
+    if constexpr (kPerWord<T> == 2) {
+      return word_of(value(0), value(1));
+    } else {
+      return bits_of(value(0));
+    }
+  }
+
+  // Words 2 i and 2 i + 1, i = `round` kThreads + this thread, whose fragment_place is `place`.
+  static CUFUSE_DEVICE void put(u32 place, int round, uint2 words) {
+    u32* x = at<u32>(Shape::kXAt) + place + round * 2 * kThreads;
+    x[0] = words.x;
+    x[kNextFragment<T>] = words.y;
+  }
+
+  template <int kN>
+  static CUFUSE_DEVICE void clear_behind() {
+    constexpr int kFirst = kN / kPerWord<T> / 2;
+    constexpr int kEnd = Packing<T>::tiles(kN) * 4;
+    static_assert(kEnd - kFirst < 32, "a warp clears");
+    if constexpr (kEnd > kFirst) {
+      const int pair = kFirst + thread_here();
+      if (pair < kEnd) put(fragment_place<T>(pair), 0, make_uint2(0, 0));
+    }
+  }
+
+  // This CTA's panels, from `first` on.
+  template <int kPanels, int kK>
+  CUFUSE_DEVICE void multiply(int first) {
+    using Panel = typename Shape::template Panel<kK>;
+    const int warp = thread_here() / 32;
+    const int group = warp / kGroupWarps, quarter = warp % kGroupWarps;
+    const uint4* x = at<const uint4>(Shape::kXAt);
+    this->tracer.begin(kMultiplying);
+    int base = 0;
+#pragma unroll 1
+    for (int panel = first; panel < kPanels; panel += Shape::kCtas) {
+      const int mine = (group - base) & (kPanelGroups - 1);
+      PanelSums<T> sums;
+      auto stage = cursor;
+      stage.advance(mine);
+#pragma unroll 1
+      for (int block = mine; block < Panel::kBlocks; block += kPanelGroups) {
+        multiply_block<Panel>(sums, landed(stage), x, block, quarter);
+        Ring::release(stage);
+        stage.advance(kPanelGroups);
+      }
+      cursor.template advance<Panel::kBlocks>();
+      base += Panel::kBlocks % kPanelGroups;
+
+      const int buffer = panels_done % Shape::kPartials;
+      wait_for_partial();
+      if (mine < Panel::kBlocks) {
+        float* partial = at<float>(Shape::kPartialsAt) + buffer * Shape::kPartialFloats;
+        store_chain(partial, mine * kGroupWarps + quarter, sums);
+      }
+      barrier_arrive(kSumsBarrier + buffer, kThreads + 32);
+      ++panels_done;
+    }
+    this->tracer.end(kMultiplying);
+  }
+
+  // Until the sums that lie where the next ones go have been read. The finisher never waits for
+  // ever, so this needs no way out of its own, and none may run ahead of it: the barrier counts.
+  CUFUSE_DEVICE void wait_for_partial() {
+    const u32 since = this->tracer.now();
+    while (sums_done + Shape::kPartials <= static_cast<u32>(panels_done)) {
+      sums_done = load_shared_acquire(at<const u32>(Shape::kSumsDoneAt));
+    }
+    this->tracer.waited(kWaitingForSums, since);
+  }
+
+  // One KV head's queries over one split of its cache. The first split also takes the new key, and
+  // waits for what the others publish.
+  CUFUSE_DEVICE void attend(int layer, int kv_head, int part, const CacheSplit& split) {
+    constexpr int kGroup = Shape::kGroup;
+    const bool merges = part == 0;
+    const u32 tag = this->tag(layer);
+    const int warp = thread_here() / 32, lane = thread_here() % 32;
+    T* rows = at<T>(Shape::kRowsAt);  // queries, then the new key and value
+    float* maxima = at<float>(Shape::kStatsAt);
+    float* totals = maxima + kPanelGroups * kMostHeads;
+    float* new_logits = totals + kPanelGroups * kMostHeads;
+    const float scale = rsqrtf(static_cast<float>(kHeadDim)) * kLog2E;
+
+    this->tracer.begin(kWaitingForActivations);
+    if (warp < kGroup + (merges ? 2 : 0)) fetch_row(layer, kv_head, warp, tag, rows);
+    this->tracer.end(kWaitingForActivations);
+    sync();
+
+    this->tracer.begin(kAttending);
+    const T* new_key = rows + kGroup * kHeadDim;
+    const T* new_value = new_key + kHeadDim;
+    if (merges) {
+      // By the last warps: the first ones always have a chunk to do.
+      const int head = kPanelWarps - 3 - warp;
+      if (head >= 0 && head < kGroup) {
+        float dot = 0.0f;
+        for (int i = lane; i < kHeadDim; i += 32) {
+          dot = fmaf(to_float(rows[head * kHeadDim + i]), to_float(new_key[i]), dot);
+        }
+        dot = warp_sum(dot);
+        if (lane == 0) new_logits[head] = dot * scale;
+      }
+      if (warp >= kPanelWarps - 2) append(layer, kv_head, warp == kPanelWarps - 1, new_key);
+    }
+
+    const int chunk = split.first_chunk + part * split.chunks;
+    const int count = max(min(split.chunks, split.end_chunk - chunk), 0);
+    const int group = static_cast<int>(static_cast<u32>(warp) / kGroupWarps);
+    const int quarter = static_cast<int>(static_cast<u32>(warp) % kGroupWarps);
+    float* outs = at<float>(Shape::kXAt);  // [groups, kGroup, kMergePitch]
+    {
+      // Two buffers in turn: nobody writes logits while another warp still reads those before.
+      constexpr int kLogits = Cache::kLogitBytes / 4;
+      float* logits = outs + kPanelGroups * Shape::kGroupOuts + group * 2 * kLogits;
+      GroupAttention<T, Cache> attention;
+      auto stage = cursor;
+      stage.advance(group);
+#pragma unroll 1
+      for (int i = group; i < count; i += kPanelGroups) {
+        attention.add_chunk(rows, landed(stage),
+                            logits + static_cast<u32>(i) / kPanelGroups % 2 * kLogits, quarter,
+                            (chunk + i) * Cache::kKeys, split.span, scale,
+                            [&] { barrier_sync(kGroupBarrier + group, kGroupWarps * 32); });
+        Ring::release(stage);
+        stage.advance(kPanelGroups);
+      }
+      if (group < count) {
+        attention.store(maxima + group * kMostHeads, totals + group * kMostHeads,
+                        outs + group * Shape::kGroupOuts, Shape::kMergePitch, quarter);
+      }
+    }
+    cursor.round ^= count / Shape::Ring::kStages & 1;
+    cursor.advance(count % Shape::Ring::kStages);
+    this->tracer.end(kAttending);
+
+    this->tracer.begin(kMerging);
+    sync();
+    if (merges && thread_here() == 0 && this->args.n_tokens > 1) {
+      store_word<Order::release>(this->appended(this->n(), layer, kv_head), tagged(0, tag));
+    }
+    const int groups = min(count, kPanelGroups);  // that saw a chunk
+#pragma unroll 1
+    for (int i = thread_here(); i < kGroup * kHeadDim / 2; i += kThreads) {
+      const int head = i / (kHeadDim / 2), column = i % (kHeadDim / 2) * 2;
+      PartialHead parts[kPanelGroups + 1];
+#pragma unroll
+      for (int g = 0; g < kPanelGroups; ++g) {
+        if (g < groups) {
+          const auto values =
+              load_vec<2>(outs + g * Shape::kGroupOuts + head * Shape::kMergePitch + column);
+          parts[g] = {maxima[g * kMostHeads + head], totals[g * kMostHeads + head],
+                      make_float2(values.v[0], values.v[1])};
+        }
+      }
+      if (merges) {
+        const auto values = load_vec<2>(new_value + column);
+        parts[kPanelGroups] = {new_logits[head], 1.0f,
+                               make_float2(to_float(values.v[0]), to_float(values.v[1]))};
+      }
+      PartialHead partial = PartialHead::of(parts);
+      if (merges) {
+        const int query = kv_head * kGroup + head;
+        if (this->args.sinks) {
+          partial.add_sink(to_float(this->args.sinks[layer * Shape::kHeads + query]));
+        }
+      }
+      hand_on(kv_head * kGroup + head, column, part, split.count, tag, partial);
+    }
+    sync();
+    this->tracer.end(kMerging);
+  }
+
+  // A query head, the new key or the new value (row kGroup, kGroup + 1) by one warp: fetch, norm,
+  // rotate.
+  CUFUSE_DEVICE void fetch_row(int layer, int kv_head, int row, u32 tag, T* rows) {
+    constexpr int kGroup = Shape::kGroup;
+    constexpr int kPairs = kHeadDim / kPerWord<T> / 2;
+    const int lane = thread_here() % 32;
+    const int first = row < kGroup    ? (kv_head * kGroup + row) * kHeadDim
+                      : row == kGroup ? Shape::kQDim + kv_head * kHeadDim
+                                      : Shape::kQDim + Shape::kKvDim + kv_head * kHeadDim;
+    const u64* words = this->words(Shape::kQkv) + first / kPerWord<T>;
+    auto* target = reinterpret_cast<uint2*>(rows + row * kHeadDim);
+    const T* weight = nullptr;
+    uint2 weight_bits[(kPairs + 31) / 32];
+    if (Shape::kQkNorm && row <= kGroup) {
+      weight = (row < kGroup ? this->args.q_norm : this->args.k_norm) + layer * kHeadDim;
+#pragma unroll
+      for (int i = 0; i < (kPairs + 31) / 32; ++i) {
+        if (lane + i * 32 < kPairs) {
+          weight_bits[i] = reinterpret_cast<const uint2*>(weight)[lane + i * 32];
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < (kPairs + 31) / 32; ++i) {
+      const u64* pair = words + 2 * (lane + i * 32);
+      if (lane + i * 32 < kPairs) {
+        target[lane + i * 32] = settle(look_pair(pair), pair, tag, this->watch);
+      }
+    }
+    if (row > kGroup) return;
+    float norm = 0.0f;
+    if (weight) {
+      T* shared_weight = at<T>(Shape::kNormWeightsAt) + row * kHeadDim;
+#pragma unroll
+      for (int i = 0; i < (kPairs + 31) / 32; ++i) {
+        if (lane + i * 32 < kPairs) {
+          reinterpret_cast<uint2*>(shared_weight)[lane + i * 32] = weight_bits[i];
+        }
+      }
+      weight = shared_weight;
+      __syncwarp();
+      norm = head_rms_scale<2>(rows + row * kHeadDim, kHeadDim, this->args.eps);
+    }
+    __syncwarp();
+    const float* angles = at<const float>(Shape::kAnglesAt);
+    norm_rotate_head<Shape::kPairing, Shape::kRounding, 2>(
+        rows + row * kHeadDim, rows + row * kHeadDim, kHeadDim,
+        Angles{angles, angles + Shape::kRotary / 2, Shape::kRotary / 2}, weight, norm);
+  }
+
+  CUFUSE_DEVICE void append(int layer, int kv_head, bool value, const T* new_key) {
+    constexpr int kPer8 = 8 / static_cast<int>(sizeof(T));
+    const i64 row = static_cast<i64>(layer * Shape::kKvHeads + kv_head) * this->args.capacity +
+                    this->position();
+    T* cache = (value ? this->args.v_cache : this->args.k_cache) + row * kHeadDim;
+    const T* source = new_key + (value ? kHeadDim : 0);
+    for (int i = thread_here() % 32 * kPer8; i < kHeadDim; i += 32 * kPer8) {
+      store_vec<kPer8>(cache + i, load_vec<kPer8>(source + i));
+    }
+#if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
+    if (this->args.n_tokens > 1) fence_proxy_async();
+#endif
+  }
+
+  // Two values of one query head over the keys of one split. A single split is the result; of a few
+  // everybody reads all, and of many the first one makes the result when the others are there.
+  CUFUSE_DEVICE void hand_on(
+      int query, int column, int part, int splits, u32 tag, PartialHead partial) {
+    const bool is_result = part == 0 && (splits == 1 || splits > Shape::kReadSplits);
+    if (is_result) {
+      constexpr int kAhead = 4;
+#pragma unroll 1
+      for (int first = 1; first < splits; first += kAhead) {
+        u64 seen_weights[kAhead];
+        ulonglong2 seen[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int other = min(first + i, splits - 1);
+          seen_weights[i] = look(weight_of(other, query));
+          seen[i] = look_values(other, query, column);
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int other = first + i;
+          if (other >= splits) break;
+          const u32 weight = settle(seen_weights[i], weight_of(other, query), tag, this->watch);
+          partial.add(__uint_as_float(weight), 1.0f,
+                      settle_values(seen[i], other, query, column, tag));
+        }
+      }
+    } else if (column == 0) {
+      publish(weight_of(part, query), __float_as_uint(partial.weight()), tag);
+    }
+    const float2 result = partial.result();
+    const T x = from_float<T>(result.x), y = from_float<T>(result.y);
+    u64* word = (is_result ? this->words(Shape::kAttention) : part_of(part)) +
+                (query * kHeadDim + column) / kPerWord<T>;
+    if constexpr (kPerWord<T> == 2) {
+      publish(word, word_of(x, y), tag);
+    } else {
+      publish(word, bits_of(x), bits_of(y), tag);
+    }
+  }
+
+  CUFUSE_DEVICE u64* part_of(int split) const {
+    return this->words(Shape::kParts) + split * Shape::words(Shape::kQDim);
+  }
+  CUFUSE_DEVICE u64* weight_of(int split, int query) const {
+    return this->words(Shape::kWeights) + split * Shape::kHeads + query;
+  }
+
+  // Two neighbouring values of another split: one word, or two.
+  CUFUSE_DEVICE ulonglong2 look_values(int split, int query, int column) const {
+    const u64* words = part_of(split) + (query * kHeadDim + column) / kPerWord<T>;
+    if constexpr (kPerWord<T> == 1) return look_pair(words);
+    return make_ulonglong2(look(words), 0);
+  }
+  CUFUSE_DEVICE float2 settle_values(ulonglong2 seen, int split, int query, int column, u32 tag) {
+    const u64* words = part_of(split) + (query * kHeadDim + column) / kPerWord<T>;
+    if constexpr (kPerWord<T> == 1) {
+      const uint2 both = settle(seen, words, tag, this->watch);
+      return make_float2(value_in<T>(both.x, 0), value_in<T>(both.y, 0));
+    } else {
+      const u32 word = settle(seen.x, words, tag, this->watch);
+      return make_float2(value_in<T>(word, 0), value_in<T>(word, 1));
+    }
+  }
+
+  // What attention hands on, of a few splits, to shared memory as fragments.
+  CUFUSE_DEVICE void gather_splits(int splits, u32 tag) {
+    constexpr int kPairs = Shape::kQDim / kPerWord<T> / 2;
+    constexpr int kMost = Shape::kReadSplits;
+    const int thread = thread_here();
+    u32 place = fragment_place<T>(thread);
+    probe(part_of(0) + 2 * kPairs - 1, tag);
+#pragma unroll 1
+    for (int pair = thread; pair < kPairs; pair += kThreads, place += 2 * kThreads) {
+      const int query = pair * 2 * kPerWord<T> / kHeadDim;
+      ulonglong2 seen[kMost];
+      u64 seen_weights[kMost];
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        const int split = min(i, splits - 1);
+        seen_weights[i] = look(weight_of(split, query));
+        seen[i] = look_pair(part_of(split) + 2 * pair);
+      }
+      float weights[kMost], top = minus_infinity();
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        const int split = min(i, splits - 1);
+        weights[i] =
+            __uint_as_float(settle(seen_weights[i], weight_of(split, query), tag, this->watch));
+        top = fmaxf(top, weights[i]);
+      }
+      float sum = 0.0f, values[2 * kPerWord<T>] = {};
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        if (i >= splits) break;
+        const uint2 words = settle(seen[i], part_of(i) + 2 * pair, tag, this->watch);
+        const float weight = exp2f(weights[i] - softmax_shift(top));
+        sum += weight;
+#pragma unroll
+        for (int j = 0; j < kPerWord<T>; ++j) {
+          values[j] = fmaf(weight, value_in<T>(words.x, j), values[j]);
+          values[kPerWord<T> + j] = fmaf(weight, value_in<T>(words.y, j), values[kPerWord<T> + j]);
+        }
+      }
+      const float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
+      auto rounded = [&](int j) { return from_float<T>(values[j] * scale); };
+      if constexpr (kPerWord<T> == 2) {
+        put(place, 0, make_uint2(word_of(rounded(0), rounded(1)), word_of(rounded(2), rounded(3))));
+      } else {
+        put(place, 0, make_uint2(bits_of(rounded(0)), bits_of(rounded(1))));
+      }
+    }
+    clear_behind<Shape::kQDim>();
+    sync();
+    this->tracer.end(kGathering);
+  }
+};
+
+}  // namespace cufuse
