@@ -239,10 +239,9 @@ def choose_packed(target: Target, m: int, n_weight_rows: int, k: int, dtype: Any
         tile = _packed_rows_tile(target, m, k, itemsize)
         if tile is not None:
             return tile
-    tensor_cores = _PACKED_WARPS
-    if target.arch == "90a":
-        tensor_cores = (*_PACKED_WARPS, _PACKED_WARPGROUPS[0])
-    shapes: tuple[PackedMatmulTile, ...] = _PACKED_FFMA if itemsize == 4 else tensor_cores
+    shapes: tuple[PackedMatmulTile, ...] = _PACKED_FFMA if itemsize == 4 else _PACKED_WARPS
+    if itemsize < 4 and target.arch == "90a":
+        shapes = (*_PACKED_WARPS, _PACKED_WARPGROUPS[0])
     return _cheapest(shapes, target, m, n_weight_rows, itemsize)
 
 
