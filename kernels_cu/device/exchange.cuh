@@ -34,9 +34,7 @@ struct Watch {
   }
 
  private:
-  // A call: there are many places that wait, and what they hardly ever do shall not fill the
-  // instruction cache.
-  static __noinline__ __device__ bool is_over(u32 place) {
+  static CUFUSE_COLD bool is_over(u32 place) {
     const Deadline* deadline = dynamic_shared<Deadline>();
     if (load_word<Order::relaxed>(deadline->fault) == 0) {
       if (timer_ns() < deadline->ns) return false;
