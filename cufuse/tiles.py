@@ -347,15 +347,15 @@ class DecodeTile:
 def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
     """Choose the tile of a model's decode step; raises Unsupported where none fits.
 
-    Measured on an H200, bf16, 512 tokens in the cache unless said otherwise, us a token,
-    2026-11-30, all rows in benchmarks/results. Windows (calm and other): Llama-3.2-1B 2 and 4 615,
-    2 and 3 625, 3 and 3 636, 1 and 3 656; Qwen3-0.6B 1 and 3 491, 1 and 2 497, 2 and 3 503, 2 and 2
-    508; Llama-3.1-8B 3 and 4 3443, 4 and 4 3452, 3 and 3 3480, 2 and 4 3541. What waits for its
-    hand-offs waits behind what is on its way from memory; the larger a model, the more it is memory
-    that it waits for. Slices of the values, 4, 2 and 1: Llama-3.2-1B 608, 614, 617, with 8192
-    tokens 703, 697, 704; Qwen3-0.6B 487, 494, 506; Llama-3.1-8B with 32768 tokens 4820, 4711, 4750.
-    Stages of 8 KB: SmolLM2-135M 347 instead of 364, Qwen3-0.6B 557 instead of 487. Chunks a split,
-    2, 3, 4 and 8: Qwen3-0.6B 503, 495, 487, 495.
+    Measured on an H200, bf16, 512 tokens in the cache unless said otherwise, us a token back to
+    back, 2026-11-30, all rows in benchmarks/results. Windows (calm and other): Llama-3.2-1B 2 and 4
+    620, 2 and 3 628, 3 and 3 636, 1 and 3 659; Qwen3-0.6B 1 and 3 491, 1 and 2 499, 2 and 3 505, 2
+    and 2 507; Llama-3.1-8B 3 and 4 3445, 4 and 4 3454, 3 and 3 3482, 2 and 4 3541. What waits for
+    its hand-offs waits behind what is on its way from memory; the larger a model, the more it is
+    memory that it waits for. Slices of the values, 4, 2 and 1: Llama-3.2-1B 607, 615, 621, with
+    8192 tokens 702, 696, 705; Qwen3-0.6B 488, 496, 506; Llama-3.1-8B with 32768 tokens 4818, 4714,
+    4751. Stages of 8 KB: SmolLM2-135M 349 instead of 365, Qwen3-0.6B 562 instead of 488. Chunks a
+    split, 2, 3, 4 and 8: Qwen3-0.6B 515, 499, 488, 499.
     """
     bulk = target.arch == "twin" or int(target.arch.rstrip("af")) >= 90
     ctas = min(target.sm_count, -(-config.vocab_size // 16))
