@@ -321,7 +321,7 @@ def _rows_tile(op: str, target: Target, m: int, n: int, k: int, itemsize: int) -
 
 # ---- the decode step of mega and fused ----------------------------------------------------------
 
-DECODE_THREADS = 18 * 32  # decode_shape.cuh: 16 warps multiply, one finishes, one fills the ring
+DECODE_THREADS = 19 * 32  # decode_shape.cuh: 16 warps multiply, and there are three roles more
 _PANEL_WARPS = 16
 
 
@@ -420,13 +420,14 @@ def decode_shared(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
     merge = 4 * group * (c.head_dim + 8 + 2 * (cache_keys(c, dtype, tile) + 8)) * 4
     # Bins for a draw with filters, where x and partial sums are when there are any.
     sums = 4 * _PANEL_WARPS * 16 * 4
+    squares = min(c.dim * itemsize // 8, threads)
     bins = 2 * threads * 8 + threads // 32 * 8 + 16 - sums
     return {
         "launch": launch,
         "ring": _round_up(launch + ring, 128) - launch,
         "x": _round_up(max(fragments, merge, bins), 16),
         "partial sums": sums + 16,
-        "norm": _PANEL_WARPS * 4,
+        "norm": 4 * (_PANEL_WARPS if np.dtype(dtype) == np.float16 else _round_up(squares, 128)),
         "head rows": _round_up((group + 2) * row_bytes, 16),
         "head norms": _round_up((group + 1) * row_bytes, 16) if c.qk_norm == "head" else 0,
         "angles": _round_up(c.rotary_dim * 4, 16),

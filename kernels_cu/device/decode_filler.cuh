@@ -41,7 +41,7 @@ struct Filler : Role<Shape, kFillerRole> {
             reinterpret_cast<const unsigned char*>(this->args.k_cache) + at,
             reinterpret_cast<const unsigned char*>(this->args.v_cache) + at,
             count * Cache::kRowBytes, Cache::kValuesAt, Cache::kSliceBytes, Cache::kSlicePitch,
-            this->watch, this->tracer);
+            this->tracer);
       }
     }
   }
@@ -59,7 +59,7 @@ struct Filler : Role<Shape, kFillerRole> {
   }
   CUFUSE_DEVICE void head() { weights<Shape::kHeadPanels, Shape::kDim>(this->args.head, 0); }
   CUFUSE_DEVICE void end() {
-    filler.drain(this->watch);
+    filler.drain();
     this->tracer.close();
   }
 
@@ -75,7 +75,7 @@ struct Filler : Role<Shape, kFillerRole> {
 #pragma unroll 1
       for (int block = 0; block < Panel::kBlocks; ++block) {
         filler.fill(source + block * Panel::kBlockTiles * Packing<T>::kTileBytes,
-                    Panel::block_bytes(block), this->watch, this->tracer);
+                    Panel::block_bytes(block), this->tracer);
       }
     }
   }
@@ -84,11 +84,7 @@ struct Filler : Role<Shape, kFillerRole> {
   // the copies of this one.
   CUFUSE_DEVICE void wait_for_append(int layer, int head) {
     const u64* word = this->appended(this->n() - 1, layer, head);
-    const u32 wanted = this->tag(layer) - Shape::kLayers;
-    u32 looks = 0;
-    while (!has_tag(load_word<Order::acquire>(word), wanted)) {
-      if (this->watch.gives_up(looks, kWaitsForWords)) return;
-    }
+    await_all(word, this->tag(layer) - Shape::kLayers);
 #if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
     fence_proxy_async();
 #endif

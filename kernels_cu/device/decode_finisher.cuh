@@ -17,7 +17,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
   CUFUSE_DEVICE void qkv(int layer) {
     const T* bias = this->args.qkv_bias ? this->args.qkv_bias + layer * Shape::kQkvDim : nullptr;
     u64* words = this->words(Shape::kQkv);
-    panels<Shape::kQkvPanels, Shape::kDim>([&](int row) {
+    panels<Shape::kQkvPanels, Shape::kDim, true>([&](int row) {
       const float b = bias && row < Shape::kQkvDim ? to_float(bias[row]) : 0.0f;
       const Outlet outlet(words, row, Shape::kQkvDim, this->tag(layer));
       return [=](float sum) { outlet.hand_on(bias ? sum + b : sum); };
@@ -42,7 +42,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
     const T* gate_bias = this->args.gate_bias ? this->args.gate_bias + at : nullptr;
     const T* up_bias = this->args.up_bias ? this->args.up_bias + at : nullptr;
     u64* words = this->words(Shape::kHiddenWords);
-    panels<Shape::kGateUpPanels, Shape::kDim>([&](int row) {
+    panels<Shape::kGateUpPanels, Shape::kDim, true>([&](int row) {
       // Rows 0..7 of a panel are the gate's, 8..15 the up's.
       const int column = row / kPanelRows * 8 + row % 8;
       const bool there = row % kPanelRows < 8 && column < Shape::kHidden;
@@ -71,7 +71,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
     bool stores = true;
     if constexpr (Shape::kDraw == Draw::filtered) {
       if (this->n() > 0 && this->has_logits_before()) {
-        await_all(this->words(Shape::kDrawn), this->tag(-1), this->watch);
+        await_all(this->words(Shape::kDrawn), this->tag(-1));
       }
     } else {
       stores = this->args.all_logits || this->n() + 1 == this->args.n_tokens;
@@ -82,7 +82,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
     // `ids` may lie where a CTA that comes late still reads its first token.
     if (blockIdx.x == 0) wait_for_arrivals();
     __syncwarp();
-    panels<Shape::kHeadPanels, Shape::kDim>([&](int row) {
+    panels<Shape::kHeadPanels, Shape::kDim, true>([&](int row) {
       return [=](float sum) {
         if constexpr (Shape::kDraw == Draw::filtered) {
           note(logits, row, sum);
@@ -133,11 +133,11 @@ struct Finisher : Role<Shape, kFinisherRole> {
   CUFUSE_DEVICE void note(T* logits, int row, float sum) {
     const bool mine = row < Shape::kVocab && thread_here() % 32 < kPanelRows;
     const T rounded = from_float<T>(sum);
-    if (mine && !this->watch.expired) logits[row] = rounded;
+    if (mine && !is_over()) logits[row] = rounded;
     const u32 order = order_of(to_float(rounded));
     const u32 highest =
         __reduce_max_sync(kFullMask, mine ? (order == 0 ? kHighestOfNan : order) : 0u);
-    if (thread_here() % 32 == 0 && !this->watch.expired) {
+    if (thread_here() % 32 == 0 && !is_over()) {
       this->highest()[row / kPanelRows] = highest;
     }
     best_rank = max(best_rank, static_cast<u64>(highest) << 32);
@@ -164,11 +164,15 @@ struct Finisher : Role<Shape, kFinisherRole> {
 
   // For each of this CTA's panels: prepare(row) before its sums are there, and what that returns
   // with the row's sum. Lanes l and l + 16 have the same row.
-  template <int kPanels, int kK, typename Prepare>
+  template <int kPanels, int kK, bool kNormed, typename Prepare>
   CUFUSE_DEVICE void panels(const Prepare& prepare) {
+    constexpr bool kScales = kNormed && Shape::kScalesSums;
     const int lane = thread_here() % 32;
+    int panel = this->take(kPanels);
+    if (panel >= kPanels) return;
+    const float scale = kScales ? norm_scale() : 1.0f;
 #pragma unroll 1
-    for (int panel = this->take(kPanels); panel < kPanels; panel += Shape::kCtas) {
+    for (; panel < kPanels; panel += Shape::kCtas) {
       const auto finish = prepare(panel * kPanelRows + lane % kPanelRows);
       const int buffer = panels_done++ % Shape::kPartials;
       auto* shared = dynamic_shared<unsigned char>();
@@ -178,7 +182,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
       barrier_sync(kSumsBarrier + buffer, kPanelWarps * 32 + 32);
       this->tracer.waited(kWaitingForSums, since);
       this->tracer.begin(kAdding);
-      const float sum = panel_sum<Shape::template Panel<kK>::kChains>(partial);
+      const float sum = scale * panel_sum<Shape::template Panel<kK>::kChains>(partial);
       this->tracer.end(kAdding);
       this->tracer.begin(kStoring);
       finish(sum);
@@ -190,6 +194,22 @@ struct Finisher : Role<Shape, kFinisherRole> {
     }
   }
 
+  // Of the vector that this phase multiplies: rsqrt(mean(x^2) + eps).
+  CUFUSE_DEVICE float norm_scale() {
+    const auto* squares = reinterpret_cast<const float*>(dynamic_shared<unsigned char>() +
+                                                         Shape::kNormSumsAt);
+    const u32 since = this->tracer.now();
+    barrier_sync(kNormBarrier, kPanelWarps * 32 + 32);
+    this->tracer.waited(kWaitingForSums, since);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Shape::kNormFloats / 128; ++i) {
+      const auto four = load_vec<4>(squares + (i * 32 + thread_here() % 32) * 4);
+      sum += (four.v[0] + four.v[1]) + (four.v[2] + four.v[3]);
+    }
+    return rsqrtf(warp_sum(sum) / static_cast<float>(Shape::kDim) + this->args.eps);
+  }
+
   template <int kPanels, int kK>
   CUFUSE_DEVICE void add_residual(const T* bias,
                                   const T* embedded,
@@ -197,14 +217,14 @@ struct Finisher : Role<Shape, kFinisherRole> {
                                   u32 residual_tag,
                                   u64* words,
                                   int layer) {
-    panels<kPanels, kK>([&](int row) {
+    panels<kPanels, kK, false>([&](int row) {
       const bool there = row < Shape::kDim;
       const float b = bias && there ? to_float(bias[row]) : 0.0f;
       const u64* word = residual + (there ? row : 0) / kPerWord<T>;
       const Outlet outlet(words, row, Shape::kDim, this->tag(layer));
       // It is there: what this phase multiplies depends on all of it.
       const float old = !embedded
-                            ? value_in<T>(settle(look(word), word, residual_tag, this->watch), row)
+                            ? value_in<T>(settle(look(word), word, residual_tag), row)
                         : there ? to_float(embedded[row])
                                 : 0.0f;
       return [=](float sum) { outlet.hand_on((bias ? sum + b : sum) + old); };

@@ -14,7 +14,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   using Ring = cufuse::Ring<typename Shape::Ring, Shape::kRingAt>;
   typename Ring::Cursor cursor;
   int panels_done = 0;
-  u32 sums_done = 0;  // panels whose sums the finisher had read when this warp last looked
+  int sums_done = 0;  // panels whose sums the finisher had read when this warp last looked
 
   CUFUSE_DEVICE explicit Multiplier(const DecodeArgs<T>& args)
       : Role<Shape, kMultiplierRole>(args) {}
@@ -33,10 +33,11 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const int first = this->take(Shape::kQkvPanels);
     if (first >= Shape::kQkvPanels) return;
     if (layer == 0) follow();
-    const T* row = layer == 0 ? this->embedding_row(this->token()) : nullptr;
-    gather_normalized(row, this->words(Shape::kX), this->tag(layer - 1),
-                      this->args.attn_norm + layer * Shape::kDim);
-    multiply<Shape::kQkvPanels, Shape::kDim>(first);
+    multiply<Shape::kQkvPanels, Shape::kDim>(first, [&] {
+      const T* row = layer == 0 ? this->embedding_row(this->token()) : nullptr;
+      gather_normalized(row, this->words(Shape::kX), this->tag(layer - 1),
+                        this->args.attn_norm + layer * Shape::kDim);
+    });
   }
 
   CUFUSE_DEVICE void attention(int layer) {
@@ -52,36 +53,39 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   CUFUSE_DEVICE void output(int layer) {
     const int first = this->take(Shape::kOutPanels);
     if (first >= Shape::kOutPanels) return;
-    const int splits = this->split(layer).count;
-    if (splits == 1 || splits > Shape::kReadSplits) {
-      gather<Shape::kQDim>(this->words(Shape::kAttention), this->tag(layer));
-    } else {
-      gather_splits(splits, this->tag(layer));
-    }
-    multiply<Shape::kOutPanels, Shape::kQDim>(first);
+    multiply<Shape::kOutPanels, Shape::kQDim>(first, [&] {
+      const int splits = this->split(layer).count;
+      if (splits == 1 || splits > Shape::kReadSplits) {
+        gather<Shape::kQDim>(this->words(Shape::kAttention), this->tag(layer));
+      } else {
+        gather_splits(splits, this->tag(layer));
+      }
+    });
   }
 
   CUFUSE_DEVICE void gate_up(int layer) {
     const int first = this->take(Shape::kGateUpPanels);
     if (first >= Shape::kGateUpPanels) return;
-    gather_normalized(nullptr, this->words(Shape::kMiddle), this->tag(layer),
-                      this->args.mlp_norm + layer * Shape::kDim);
-    multiply<Shape::kGateUpPanels, Shape::kDim>(first);
+    multiply<Shape::kGateUpPanels, Shape::kDim>(first, [&] {
+      gather_normalized(nullptr, this->words(Shape::kMiddle), this->tag(layer),
+                        this->args.mlp_norm + layer * Shape::kDim);
+    });
   }
 
   CUFUSE_DEVICE void down(int layer) {
     const int first = this->take(Shape::kDownPanels);
     if (first >= Shape::kDownPanels) return;
-    gather<Shape::kHidden>(this->words(Shape::kHiddenWords), this->tag(layer));
-    multiply<Shape::kDownPanels, Shape::kHidden>(first);
+    multiply<Shape::kDownPanels, Shape::kHidden>(
+        first, [&] { gather<Shape::kHidden>(this->words(Shape::kHiddenWords), this->tag(layer)); });
   }
 
   CUFUSE_DEVICE void head() {
     const int first = this->take(Shape::kHeadPanels);
     if (first >= Shape::kHeadPanels) return;
-    gather_normalized(nullptr, this->words(Shape::kX), this->tag(Shape::kLayers - 1),
-                      this->args.final_norm);
-    multiply<Shape::kHeadPanels, Shape::kDim>(first);
+    multiply<Shape::kHeadPanels, Shape::kDim>(first, [&] {
+      gather_normalized(nullptr, this->words(Shape::kX), this->tag(Shape::kLayers - 1),
+                        this->args.final_norm);
+    });
     if constexpr (Shape::kDraw == Draw::filtered) {
       if (blockIdx.x == 0) draw();
     }
@@ -142,7 +146,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     this->tracer.begin(kWaitingForActivations);
     u32 highest = 0;
     for (int cta = thread_here(); cta < Shape::kCtas; cta += kThreads) {
-      highest = max(highest, await_all(this->best(this->n()) + 2 * cta, tag, this->watch));
+      highest = max(highest, await_all(this->best(this->n()) + 2 * cta, tag));
     }
     this->tracer.end(kWaitingForActivations);
     sync();
@@ -152,7 +156,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const HashKey key = hash_key(this->args.seed, static_cast<u64>(this->position() + 1), 0);
     // Who gave up has not seen all logits and draws none.
     const int id = draw_filtered<Team>(Logits{this->logits(), this->highest()},
-                                       this->watch.expired ? kHighestOfNan : highest, filters, key,
+                                       is_over() ? kHighestOfNan : highest, filters, key,
                                        *at<typename Shape::Bins>(Shape::kXAt));
     if (thread_here() == 0) {
       publish_all(this->words(Shape::kDrawn), static_cast<u32>(id), tag);
@@ -169,7 +173,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   // A stage's bytes, once they are there.
   CUFUSE_DEVICE const unsigned char* landed(const typename Ring::Cursor& stage) {
     const u32 since = this->tracer.now();
-    const unsigned char* bytes = Ring::wait(stage, this->watch);
+    const unsigned char* bytes = Ring::wait(stage);
     this->tracer.waited(kWaitingForWeights, since);
     return bytes;
   }
@@ -191,7 +195,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const u32 tag = this->tag(-1);
 #pragma unroll 1
     for (int pair = thread_here(); pair < Shape::kDim / kPerWord<T> / 2; pair += kThreads) {
-      settle(look_pair(words + 2 * pair), words + 2 * pair, tag, this->watch);
+      settle(look_pair(words + 2 * pair), words + 2 * pair, tag);
     }
   }
 
@@ -199,7 +203,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   // Looks in vain crowd L2 and delay the very words that are waited for.
   CUFUSE_DEVICE void probe(const u64* word, u32 tag) {
     this->tracer.begin(kWaitingForActivations);
-    if (thread_here() == 0) settle(look(word), word, tag, this->watch);
+    if (thread_here() == 0) settle(look(word), word, tag);
     this->tracer.end(kWaitingForActivations);
     sync();
     this->tracer.begin(kGathering);
@@ -225,7 +229,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         if (round + i >= kMine) break;
-        const uint2 found = settle(seen[i], words + 2 * pair_of(i), tag, this->watch);
+        const uint2 found = settle(seen[i], words + 2 * pair_of(i), tag);
         if (thread + (round + i) * kThreads < kPairs) put(place, round + i, found);
       }
     }
@@ -260,7 +264,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       for (int i = 0; i < kMine; ++i) seen[i] = look_pair(words + 2 * pair_of(i));
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
-        bits[i] = settle(seen[i], words + 2 * pair_of(i), tag, this->watch);
+        bits[i] = settle(seen[i], words + 2 * pair_of(i), tag);
       }
     }
     float sum = 0.0f;
@@ -273,16 +277,22 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
         sum = fmaf(v, v, sum);
       }
     }
-    sum = warp_sum(sum);
-    if (thread % 32 == 0) sums[thread / 32] = sum;
-    sync();
-    sum = 0.0f;
+    float scale = 1.0f;
+    if constexpr (Shape::kScalesSums) {
+      await_finisher(panels_done);
+      if (thread < Shape::kNormFloats) sums[thread] = sum;
+    } else {
+      sum = warp_sum(sum);
+      if (thread % 32 == 0) sums[thread / 32] = sum;
+      sync();
+      sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kPanelWarps; i += 4) {
-      const auto four = load_vec<4>(sums + i);
-      sum += (four.v[0] + four.v[1]) + (four.v[2] + four.v[3]);
+      for (int i = 0; i < kPanelWarps; i += 4) {
+        const auto four = load_vec<4>(sums + i);
+        sum += (four.v[0] + four.v[1]) + (four.v[2] + four.v[3]);
+      }
+      scale = rsqrtf(sum / static_cast<float>(Shape::kDim) + this->args.eps);
     }
-    const float scale = rsqrtf(sum / static_cast<float>(Shape::kDim) + this->args.eps);
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       if (thread + i * kThreads >= kPairs) break;
@@ -291,13 +301,17 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       put(place, i, normal);
     }
     clear_behind<Shape::kDim>();
+    if constexpr (Shape::kScalesSums) barrier_arrive(kNormBarrier, kThreads + 32);
     sync();
     this->tracer.end(kGathering);
   }
 
   static CUFUSE_DEVICE u32 normalized_word(u32 word, float scale, u32 weight) {
+    constexpr Rounding kRounding = Shape::kScalesSums && Shape::kRounding == Rounding::cast_first
+                                       ? Rounding::scale_first
+                                       : Shape::kRounding;
     auto value = [&](int i) {
-      return normalized<T, Shape::kRounding>(value_in<T>(word, i), scale, value_in<T>(weight, i));
+      return normalized<T, kRounding>(value_in<T>(word, i), scale, value_in<T>(weight, i));
     };
     if constexpr (kPerWord<T> == 2) {
       return word_of(value(0), value(1));
@@ -324,35 +338,48 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
   }
 
-  // This CTA's panels, from `first` on.
-  template <int kPanels, int kK>
-  CUFUSE_DEVICE void multiply(int first) {
+  // This CTA's panels, from `first` on. A warp has its first weights in registers before it gathers
+  // x, and the next ones before it hands on its sums: their stages are free so much earlier.
+  template <int kPanels, int kK, typename Gather>
+  CUFUSE_DEVICE void multiply(int first, const Gather& gather) {
     using Panel = typename Shape::template Panel<kK>;
     const int warp = thread_here() / 32;
-    const int group = warp / kGroupWarps, quarter = warp % kGroupWarps;
+    const int group = warp / kGroupWarps % kPanelGroups, quarter = warp % kGroupWarps;
     const uint4* x = at<const uint4>(Shape::kXAt);
+    PanelQuarter<Panel> next;
+    auto stage = cursor;
+    auto take = [&](int block) {
+      next.load(landed(stage), block, quarter);
+      Ring::release(stage);
+    };
+    int base = 0, mine = group;
+    stage.advance(mine);
+    if (mine < Panel::kBlocks) take(mine);
+    gather();
     this->tracer.begin(kMultiplying);
-    int base = 0;
 #pragma unroll 1
     for (int panel = first; panel < kPanels; panel += Shape::kCtas) {
-      const int mine = (group - base) & (kPanelGroups - 1);
       PanelSums<T> sums;
-      auto stage = cursor;
-      stage.advance(mine);
+      const bool has_part = mine < Panel::kBlocks;
 #pragma unroll 1
       for (int block = mine; block < Panel::kBlocks; block += kPanelGroups) {
-        multiply_block<Panel>(sums, landed(stage), x, block, quarter);
-        Ring::release(stage);
+        if (block != mine) take(block);
+        next.multiply(sums, x, block, quarter);
         stage.advance(kPanelGroups);
       }
+      const int chain = mine * kGroupWarps + quarter;
       cursor.template advance<Panel::kBlocks>();
       base += Panel::kBlocks % kPanelGroups;
+      mine = (group - base) & (kPanelGroups - 1);
+      stage = cursor;
+      stage.advance(mine);
+      if (panel + Shape::kCtas < kPanels && mine < Panel::kBlocks) take(mine);
 
       const int buffer = panels_done % Shape::kPartials;
-      wait_for_partial();
-      if (mine < Panel::kBlocks) {
+      await_finisher(panels_done + 1 - Shape::kPartials);  // which lie where these go
+      if (has_part) {
         float* partial = at<float>(Shape::kPartialsAt) + buffer * Shape::kPartialFloats;
-        store_chain(partial, mine * kGroupWarps + quarter, sums);
+        store_chain(partial, chain, sums);
       }
       barrier_arrive(kSumsBarrier + buffer, kThreads + 32);
       ++panels_done;
@@ -360,12 +387,12 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     this->tracer.end(kMultiplying);
   }
 
-  // Until the sums that lie where the next ones go have been read. The finisher never waits for
-  // ever, so this needs no way out of its own, and none may run ahead of it: the barrier counts.
-  CUFUSE_DEVICE void wait_for_partial() {
+  // Until the finisher has read the sums of so many panels. It never waits for ever, so this needs
+  // no way out of its own, and none may run ahead of it: its barriers count.
+  CUFUSE_DEVICE void await_finisher(int panels) {
     const u32 since = this->tracer.now();
-    while (sums_done + Shape::kPartials <= static_cast<u32>(panels_done)) {
-      sums_done = load_shared_acquire(at<const u32>(Shape::kSumsDoneAt));
+    while (sums_done < panels) {
+      sums_done = static_cast<int>(load_shared_acquire(at<const u32>(Shape::kSumsDoneAt)));
     }
     this->tracer.waited(kWaitingForSums, since);
   }
@@ -498,7 +525,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     for (int i = 0; i < (kPairs + 31) / 32; ++i) {
       const u64* pair = words + 2 * (lane + i * 32);
       if (lane + i * 32 < kPairs) {
-        target[lane + i * 32] = settle(look_pair(pair), pair, tag, this->watch);
+        target[lane + i * 32] = settle(look_pair(pair), pair, tag);
       }
     }
     if (row > kGroup) return;
@@ -557,7 +584,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
         for (int i = 0; i < kAhead; ++i) {
           const int other = first + i;
           if (other >= splits) break;
-          const u32 weight = settle(seen_weights[i], weight_of(other, query), tag, this->watch);
+          const u32 weight = settle(seen_weights[i], weight_of(other, query), tag);
           partial.add(__uint_as_float(weight), 1.0f,
                       settle_values(seen[i], other, query, column, tag));
         }
@@ -592,10 +619,10 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   CUFUSE_DEVICE float2 settle_values(ulonglong2 seen, int split, int query, int column, u32 tag) {
     const u64* words = part_of(split) + (query * kHeadDim + column) / kPerWord<T>;
     if constexpr (kPerWord<T> == 1) {
-      const uint2 both = settle(seen, words, tag, this->watch);
+      const uint2 both = settle(seen, words, tag);
       return make_float2(value_in<T>(both.x, 0), value_in<T>(both.y, 0));
     } else {
-      const u32 word = settle(seen.x, words, tag, this->watch);
+      const u32 word = settle(seen.x, words, tag);
       return make_float2(value_in<T>(word, 0), value_in<T>(word, 1));
     }
   }
@@ -623,14 +650,14 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       for (int i = 0; i < kMost; ++i) {
         const int split = min(i, splits - 1);
         weights[i] =
-            __uint_as_float(settle(seen_weights[i], weight_of(split, query), tag, this->watch));
+            __uint_as_float(settle(seen_weights[i], weight_of(split, query), tag));
         top = fmaxf(top, weights[i]);
       }
       float sum = 0.0f, values[2 * kPerWord<T>] = {};
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
         if (i >= splits) break;
-        const uint2 words = settle(seen[i], part_of(i) + 2 * pair, tag, this->watch);
+        const uint2 words = settle(seen[i], part_of(i) + 2 * pair, tag);
         const float weight = exp2f(weights[i] - softmax_shift(top));
         sum += weight;
 #pragma unroll

@@ -11,6 +11,7 @@ namespace cufuse {
 constexpr u32 kMultiplierBarrier = 1;  // the warps that multiply
 constexpr u32 kSumsBarrier = 2;        // and 3..5: the sums of a panel are there
 constexpr u32 kGroupBarrier = 6;       // and 7..9: the warps of a group
+constexpr u32 kNormBarrier = 10;       // the squares of a vector are there
 
 template <typename Shape>
 CUFUSE_DEVICE CacheSplit split_cache(int position, int window) {
@@ -40,10 +41,12 @@ static_assert(sizeof(LaunchBlock) <= Deadline::kBytes, "the ring comes behind it
 // By one thread, before the first barrier.
 template <typename Shape>
 CUFUSE_DEVICE void begin_launch(const DecodeArgs<typename Shape::T>& args) {
-  *dynamic_shared<LaunchBlock>() = {{args.control + kControlFault, timer_ns() + args.budget_ns},
-                                    args.control[kControlSequence],
-                                    args.start[0],
-                                    args.tokens[0]};
+  LaunchBlock& launch = *dynamic_shared<LaunchBlock>();
+  launch = {{args.control + kControlFault, timer_ns() + args.budget_ns},
+            args.control[kControlSequence],
+            args.start[0],
+            args.tokens[0]};
+  mbarrier_init(&launch.deadline.finished, Shape::kWatchdog);
   *reinterpret_cast<u32*>(dynamic_shared<unsigned char>() + Shape::kSumsDoneAt) = 0;
   Ring<typename Shape::Ring, Shape::kRingAt>::init();
 }
@@ -54,7 +57,6 @@ template <typename Shape, RoleId kRole>
 struct Role {
   using T = typename Shape::T;
   const DecodeArgs<T>& args;
-  Watch watch;
   Tracer<Shape::kTrace> tracer;
   int turn = 0;
 
@@ -143,13 +145,13 @@ struct Role {
   CUFUSE_DEVICE int drawn(int token, u32 its_tag) {
     if constexpr (Shape::kDraw == Draw::filtered) {
       const u64* word = words(Shape::kDrawn);
-      return static_cast<int>(settle(look(word), word, its_tag, watch));
+      return static_cast<int>(settle(look(word), word, its_tag));
     }
     const u64* words = best(token);
     u64 rank = 0;
     for (int cta = thread_here() % 32; cta < Shape::kCtas; cta += 32) {
       const u64* its = words + 2 * cta;
-      const uint2 pair = settle(look_pair(its), its, its_tag, watch);
+      const uint2 pair = settle(look_pair(its), its, its_tag);
       rank = max(rank, static_cast<u64>(pair.x) << 32 | pair.y);
     }
     rank = warp_max(rank);

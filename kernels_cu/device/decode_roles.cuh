@@ -4,6 +4,8 @@
 //   Multiplier  16 warps: gather x, multiply panels; attention
 //   Finisher    one warp: adds a panel's sums, bias, activation, residual; hands the result on
 //
+// and a warp of its own looks at the clock (device/exchange.cuh).
+//
 // A phase's tiles go round robin over the CTAs, and the next phase goes on where the last one
 // ended, so that no CTA always has the extra tile.
 #pragma once
@@ -27,9 +29,14 @@ CUFUSE_DEVICE void run_roles(const DecodeArgs<typename Shape::T>& args, const Wa
     walk(Filler<Shape>(args));
   } else if (warp == Shape::kFinisher) {
     walk(Finisher<Shape>(args));
+  } else if (warp == Shape::kWatchdog) {
+    if (threadIdx.x % 32 == 0) keep_deadline();
+    return;
   } else {
     walk(Multiplier<Shape>(args));
   }
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(&Deadline::here().finished);
 }
 
 }  // namespace cufuse

@@ -71,13 +71,18 @@ struct CacheSplit {
   int count;   // splits, at least 1: the first one also takes the new key
 };
 
+template <typename T>
+constexpr bool kIsHalf = false;
+template <>
+constexpr bool kIsHalf<half> = true;
+
 // What the threads of a role share, for one token.
 struct RoleBlock {
   CacheSplit splits[2];  // of layers without a window, and with one
   int token;             // of this launch
 };
 
-// control: a count that makes tags unique, what went wrong (Watch), CTAs that have read the count.
+// control: a count that makes tags unique, whether a launch was over (Deadline), CTAs that have read the count.
 constexpr int kControlSequence = 0;
 constexpr int kControlFault = 1;
 constexpr int kControlArrived = 2;
@@ -143,6 +148,10 @@ struct DecodeShape {
   // So many splits are merged by everybody who reads them; of more the first split makes one.
   static constexpr int kReadSplits = 2;
 
+  // An RMSNorm's scale is the finisher's: what is multiplied is x times the norm's weight, and the
+  // sums are scaled. A residual stream's outliers would be too large for that in half.
+  static constexpr bool kScalesSums = !kIsHalf<T>;
+
   // Phases: panels of each product.
   static constexpr int kQkvPanels = (kQkvDim + 15) / 16;
   static constexpr int kOutPanels = (kDim + 15) / 16;
@@ -165,10 +174,12 @@ struct DecodeShape {
   static constexpr int kHighest = kDrawn + 16;  // [panels of the head] u32
   static constexpr int kWords = kHighest + round_up((kHeadPanels + 1) / 2, 16);
 
-  // Threads: warps that multiply, one that finishes their sums, one that fills the ring.
+  // Warps: those that multiply, one that finishes their sums, one that fills the ring, one that
+  // looks at the clock.
   static constexpr int kFinisher = kPanelWarps;
   static constexpr int kFiller = kPanelWarps + 1;
-  static constexpr int kThreads = (kPanelWarps + 2) * 32;
+  static constexpr int kWatchdog = kPanelWarps + 2;
+  static constexpr int kThreads = (kPanelWarps + 3) * 32;
 
   // Shared memory.
   static constexpr int kPartials = 4;  // panels whose sums are on their way
@@ -190,7 +201,12 @@ struct DecodeShape {
       kXAt + round_up(most(kBinBytes, most(kFragmentBytes, kMergeBytes)), 16);
   static constexpr int kSumsDoneAt = kPartialsAt + kPartials * kPartialFloats * 4;
   static constexpr int kNormSumsAt = kSumsDoneAt + 16;
-  static constexpr int kRowsAt = kNormSumsAt + kPanelWarps * 4;  // q of the group, k, v
+  // Sums of squares: of warps, or of the threads that have any.
+  static constexpr int kSquares = kDim / kPerWord<T> / 2;
+  static constexpr int kNormFloats =
+      !kScalesSums ? kPanelWarps
+                   : round_up(kSquares < kPanelWarps * 32 ? kSquares : kPanelWarps * 32, 128);
+  static constexpr int kRowsAt = kNormSumsAt + kNormFloats * 4;  // q of the group, k, v
   static constexpr int kNormWeightsAt = kRowsAt + round_up((kGroup + 2) * Cache::kRowBytes, 16);
   static constexpr int kAnglesAt =
       kNormWeightsAt + (kQkNorm ? round_up((kGroup + 1) * Cache::kRowBytes, 16) : 0);

@@ -12,47 +12,40 @@
 
 namespace cufuse {
 
-// The first bytes of a CTA's dynamic shared memory.
+// The first bytes of a CTA's dynamic shared memory: nobody waits for ever. When the time of a launch
+// is over, in whatever CTA, waits end at once and what follows computes garbage, quickly, to the end
+// of the launch; the host sees `fault` and takes none of it.
 struct Deadline {
   static constexpr int kBytes = 128;
-  u32* fault;  // global: 0, or where the first thread gave up
-  u64 ns;      // of timer_ns()
+  u32* fault;    // global: whether a launch has been over
+  u64 ns;        // of timer_ns()
+  u64 finished;  // an mbarrier on which every other warp of the CTA arrives at its end
+  u32 over;      // what those who wait look at
+
+  static CUFUSE_DEVICE Deadline& here() { return *dynamic_shared<Deadline>(); }
 };
 
-// What a waiting thread goes by: it does not wait for ever. When the time of a launch is over, or
-// another thread has given up, waits end at once and what follows computes garbage, quickly, to the
-// end of the launch; the host sees `fault` and takes none of it.
-struct Watch {
-  bool expired = false;
+CUFUSE_DEVICE bool is_over() { return load_shared_acquire(&Deadline::here().over) != 0; }
 
-  // Called after each look in vain; whether to stop looking. `place` is not 0.
-  CUFUSE_DEVICE bool gives_up(u32& looks, u32 place) {
-    if (expired) return true;
-    if (++looks % 64 != 0) return false;
-    expired = is_over(place);
-    return expired;
-  }
-
- private:
-  static CUFUSE_COLD bool is_over(u32 place) {
-    const Deadline* deadline = dynamic_shared<Deadline>();
-    if (load_word<Order::relaxed>(deadline->fault) == 0) {
-      if (timer_ns() < deadline->ns) return false;
-      atomic_compare_exchange<Order::relaxed>(deadline->fault, 0u, place);
+// By one thread of a warp that does nothing else: keeps `over` until all others have finished. Those
+// who wait have neither a clock nor global memory to look at.
+CUFUSE_DEVICE void keep_deadline() {
+  constexpr u32 kSleepNs = 20000;
+  Deadline& deadline = Deadline::here();
+  while (!mbarrier_try_wait(&deadline.finished, 0, kSleepNs)) {
+    if (load_word<Order::relaxed>(deadline.fault) == 0) {
+      if (timer_ns() < deadline.ns) continue;
+      store_word<Order::relaxed>(deadline.fault, 1u);
     }
-    return true;
+    store_shared_release(&deadline.over, 1);
+    return;
   }
-};
+}
 
-// Where a thread waits, for `Watch`.
-enum Place : u32 { kWaitsForWeights = 1, kWaitsForRoom = 2, kWaitsForWords = 3 };
-
-CUFUSE_DEVICE void wait_for(u64* barrier, u32 parity, Watch& watch, Place place) {
+CUFUSE_DEVICE void wait_for(u64* barrier, u32 parity) {
   // A first look that cannot put the thread to sleep: mostly there is nothing to wait for.
   if (mbarrier_test_wait(barrier, parity)) return;
-  u32 looks = 0;
-  while (!watch.expired && !mbarrier_try_wait(barrier, parity)) {
-    if (watch.gives_up(looks, place)) return;
+  while (!mbarrier_try_wait(barrier, parity) && !is_over()) {
   }
 }
 
@@ -72,12 +65,9 @@ CUFUSE_DEVICE void publish(u64* words, u32 first, u32 second, u32 tag) {
 CUFUSE_DEVICE void publish_all(u64* word, u32 data, u32 tag) {
   store_word<Order::release>(word, tagged(data, tag));
 }
-CUFUSE_DEVICE u32 await_all(const u64* word, u32 tag, Watch& watch) {
-  u32 looks = 0;
+CUFUSE_DEVICE u32 await_all(const u64* word, u32 tag) {
   u64 seen = load_word<Order::acquire>(word);
-  while (!has_tag(seen, tag) && !watch.gives_up(looks, kWaitsForWords)) {
-    seen = load_word<Order::acquire>(word);
-  }
+  while (!has_tag(seen, tag) && !is_over()) seen = load_word<Order::acquire>(word);
   return static_cast<u32>(seen);
 }
 
@@ -87,17 +77,12 @@ CUFUSE_DEVICE u64 look(const u64* word) { return load_word<Order::relaxed>(word)
 CUFUSE_DEVICE ulonglong2 look_pair(const u64* words) {
   return load_word<Order::relaxed>(reinterpret_cast<const ulonglong2*>(words));
 }
-CUFUSE_DEVICE u32 settle(u64 seen, const u64* word, u32 tag, Watch& watch) {
-  u32 looks = 0;
-  while (!has_tag(seen, tag) && !watch.gives_up(looks, kWaitsForWords)) seen = look(word);
+CUFUSE_DEVICE u32 settle(u64 seen, const u64* word, u32 tag) {
+  while (!has_tag(seen, tag) && !is_over()) seen = look(word);
   return static_cast<u32>(seen);
 }
-CUFUSE_DEVICE uint2 settle(ulonglong2 seen, const u64* words, u32 tag, Watch& watch) {
-  u32 looks = 0;
-  while (!(has_tag(seen.x, tag) && has_tag(seen.y, tag)) &&
-         !watch.gives_up(looks, kWaitsForWords)) {
-    seen = look_pair(words);
-  }
+CUFUSE_DEVICE uint2 settle(ulonglong2 seen, const u64* words, u32 tag) {
+  while (!(has_tag(seen.x, tag) && has_tag(seen.y, tag)) && !is_over()) seen = look_pair(words);
   return make_uint2(static_cast<u32>(seen.x), static_cast<u32>(seen.y));
 }
 

@@ -384,6 +384,23 @@ CUFUSE_DEVICE bool mbarrier_try_wait(u64* barrier, u32 parity) {
 #endif
 }
 
+// The same, asleep for about `sleep_ns` before it says no.
+CUFUSE_DEVICE bool mbarrier_try_wait(u64* barrier, u32 parity, u32 sleep_ns) {
+#if __CUDA_ARCH__ >= 900
+  u32 done;
+  asm volatile(
+      "{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2, %3; selp.u32 %0, 1, 0, p;}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity), "r"(sleep_ns)
+      : "memory");
+  return done;
+#else
+  if (mbarrier_test_wait(barrier, parity)) return true;
+  __nanosleep(min(sleep_ns, 1000u));
+  return mbarrier_test_wait(barrier, parity);
+#endif
+}
+
 CUFUSE_DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
   while (!mbarrier_try_wait(barrier, parity)) {
   }

@@ -92,25 +92,36 @@ struct PanelSums<float> {
   }
 };
 
-// Quarter `quarter` of a block that lies in a stage.
-template <typename Shape, typename T>
-CUFUSE_DEVICE void multiply_block(
-    PanelSums<T>& sums, const unsigned char* stage, const uint4* x, int block, int quarter) {
-  const int lane = threadIdx.x % 32;
-  const int first = quarter * Shape::kQuarterTiles;
-  const uint4* a = reinterpret_cast<const uint4*>(stage) + first * 32 + lane;
-  x += (block * Shape::kBlockTiles + first) / 2 * 4 + lane % 4;
-  const int tiles = (block + 1 < Shape::kBlocks ? Shape::kBlockTiles : Shape::kLastTiles) - first;
-  uint4 weights[Shape::kQuarterTiles];
+// A warp's quarter of a block, in registers from when it has left its stage to when x is there.
+template <typename Shape>
+struct PanelQuarter {
+  uint4 weights[Shape::kQuarterTiles] = {};
+
+  CUFUSE_DEVICE void load(const unsigned char* stage, int block, int quarter) {
+    const auto* source = reinterpret_cast<const uint4*>(stage) + first(quarter) * 32 + lane();
 #pragma unroll
-  for (int i = 0; i < Shape::kQuarterTiles; ++i) {
-    if (Shape::kWhole || i < tiles) weights[i] = a[i * 32];
+    for (int i = 0; i < Shape::kQuarterTiles; ++i) {
+      if (has(i, block, quarter)) weights[i] = source[i * 32];
+    }
   }
+
+  template <typename T>
+  CUFUSE_DEVICE void multiply(PanelSums<T>& sums, const uint4* x, int block, int quarter) const {
+    x += (block * Shape::kBlockTiles + first(quarter)) / 2 * 4 + lane() % 4;
 #pragma unroll
-  for (int i = 0; i < Shape::kQuarterTiles; i += 2) {
-    if (Shape::kWhole || i < tiles) sums.add(weights[i], weights[i + 1], x[i * 2]);
+    for (int i = 0; i < Shape::kQuarterTiles; i += 2) {
+      if (has(i, block, quarter)) sums.add(weights[i], weights[i + 1], x[i * 2]);
+    }
   }
-}
+
+ private:
+  static CUFUSE_DEVICE int lane() { return threadIdx.x % 32; }
+  static CUFUSE_DEVICE int first(int quarter) { return quarter * Shape::kQuarterTiles; }
+  static CUFUSE_DEVICE bool has(int i, int block, int quarter) {
+    const int tiles = block + 1 < Shape::kBlocks ? Shape::kBlockTiles : Shape::kLastTiles;
+    return Shape::kWhole || i < tiles - first(quarter);
+  }
+};
 
 // The partial sums of a panel: [kChains, kPanelRows] floats. What a warp brings goes in with
 // `store_chain`, row `lane % 16` comes out with `panel_sum`, to both lanes.

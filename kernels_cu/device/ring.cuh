@@ -80,8 +80,8 @@ struct Ring {
     fence_mbarrier_init();
   }
 
-  static CUFUSE_DEVICE const unsigned char* wait(const Cursor& cursor, Watch& watch) {
-    wait_for(full(cursor.stage), cursor.round, watch, kWaitsForWeights);
+  static CUFUSE_DEVICE const unsigned char* wait(const Cursor& cursor) {
+    wait_for(full(cursor.stage), cursor.round);
     return at(cursor);
   }
 
@@ -111,9 +111,8 @@ struct RingFiller {
   template <typename AnyTracer>
   CUFUSE_DEVICE void fill(const unsigned char* source,
                           int size_bytes,
-                          Watch& watch,
                           AnyTracer& tracer) {
-    if (!begin_stage(watch, tracer)) return;
+    if (!begin_stage(tracer)) return;
     if constexpr (Shape::kCopies == Copies::bulk) {
       announce(size_bytes);
       if (thread_here() % 32 == 0) copy_one(0, source, size_bytes, true);
@@ -132,9 +131,8 @@ struct RingFiller {
                                  int second_at,
                                  int slice_bytes,
                                  int slice_pitch,
-                                 Watch& watch,
                                  AnyTracer& tracer) {
-    if (!begin_stage(watch, tracer)) return;
+    if (!begin_stage(tracer)) return;
     if constexpr (Shape::kCopies == Copies::bulk) {
       // A lane for each slice, and one for the first source.
       const int lane = thread_here() % 32;
@@ -157,7 +155,7 @@ struct RingFiller {
   }
 
   // Nothing may land in shared memory after the CTA has ended.
-  CUFUSE_DEVICE void drain(Watch& watch) {
+  CUFUSE_DEVICE void drain() {
     for (; in_flight > 0; --in_flight) {
       for (int looks = 0; !mbarrier_try_wait(Ring::full(landing.stage), landing.round);) {
         if (++looks == 1 << 20) return;
@@ -170,17 +168,15 @@ struct RingFiller {
  private:
   // Wait until the next stage is free and few enough are on their way; false when that is in vain.
   template <typename AnyTracer>
-  CUFUSE_DEVICE bool begin_stage(Watch& watch, AnyTracer& tracer) {
+  CUFUSE_DEVICE bool begin_stage(AnyTracer& tracer) {
     const u32 since = tracer.now();
-    wait_for(Ring::empty(next.stage), next.round ^ 1, watch, kWaitsForRoom);
+    wait_for(Ring::empty(next.stage), next.round ^ 1);
     tracer.waited(kWaitingForRoom, since);
     while (true) {
       const bool waits = in_flight >= window;
-      if (waits) wait_for(Ring::full(landing.stage), landing.round, watch, kWaitsForWeights);
-      // All lanes copy or none: after the first one has given up nobody reads it any more. What is
-      // on its way then is left to `drain`.
-      watch.expired = __any_sync(kFullMask, watch.expired);
-      if (watch.expired) return false;
+      if (waits) wait_for(Ring::full(landing.stage), landing.round);
+      // All lanes copy or none. What is on its way when all is over is left to `drain`.
+      if (__any_sync(kFullMask, is_over())) return false;
       if (!waits) return true;
       landing.template advance<1>();
       --in_flight;

@@ -441,6 +441,9 @@ inline bool mbarrier_test_wait(u64* barrier, u32 parity) {
 inline bool mbarrier_try_wait(u64* barrier, u32 parity) {
   return host::mbarrier_wait(barrier, parity, 2, "mbarrier_try_wait");
 }
+inline bool mbarrier_try_wait(u64* barrier, u32 parity, u32) {
+  return mbarrier_try_wait(barrier, parity);
+}
 inline void mbarrier_wait(u64* barrier, u32 parity) {
   host::mbarrier_wait(barrier, parity, 0, "mbarrier_wait");
 }
