@@ -426,7 +426,7 @@ def decode_shared(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
         "launch": launch,
         "ring": _round_up(launch + ring, 128) - launch,
         "x": _round_up(max(fragments, merge, bins), 16),
-        "partial sums": sums + 16,
+        "partial sums": sums + 4 * 8,
         "norm": 4 * (_PANEL_WARPS if np.dtype(dtype) == np.float16 else _round_up(squares, 128)),
         "head rows": _round_up((group + 2) * row_bytes, 16),
         "head norms": _round_up((group + 1) * row_bytes, 16) if c.qk_norm == "head" else 0,

@@ -9,7 +9,7 @@ namespace cufuse {
 template <typename Shape>
 struct Finisher : Role<Shape, kFinisherRole> {
   using T = typename Shape::T;
-  int panels_done = 0;
+  u32 panels_done = 0;
   u64 best_rank = 0;
 
   CUFUSE_DEVICE explicit Finisher(const DecodeArgs<T>& args) : Role<Shape, kFinisherRole>(args) {}
@@ -174,23 +174,21 @@ struct Finisher : Role<Shape, kFinisherRole> {
 #pragma unroll 1
     for (; panel < kPanels; panel += Shape::kCtas) {
       const auto finish = prepare(panel * kPanelRows + lane % kPanelRows);
-      const int buffer = panels_done++ % Shape::kPartials;
+      const u32 buffer = panels_done++ % Shape::kPartials;
       auto* shared = dynamic_shared<unsigned char>();
       const float* partial = reinterpret_cast<const float*>(shared + Shape::kPartialsAt) +
                              buffer * Shape::kPartialFloats;
       const u32 since = this->tracer.now();
-      barrier_sync(kSumsBarrier + buffer, kPanelWarps * 32 + 32);
+      constexpr int kChains = Shape::template Panel<kK>::kChains;
+      barrier_sync(kSumsBarrier + buffer, kChains * 32 + 32);
       this->tracer.waited(kWaitingForSums, since);
       this->tracer.begin(kAdding);
-      const float sum = scale * panel_sum<Shape::template Panel<kK>::kChains>(partial);
+      const float sum = scale * panel_sum<kChains>(partial);
+      if (lane == 0) mbarrier_arrive(reinterpret_cast<u64*>(shared + Shape::kSumsReadAt) + buffer);
       this->tracer.end(kAdding);
       this->tracer.begin(kStoring);
       finish(sum);
       this->tracer.end(kStoring);
-      if (lane == 0) {
-        store_shared_release(reinterpret_cast<u32*>(shared + Shape::kSumsDoneAt),
-                             static_cast<u32>(panels_done));
-      }
     }
   }
 

@@ -14,7 +14,6 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   using Ring = cufuse::Ring<typename Shape::Ring, Shape::kRingAt>;
   typename Ring::Cursor cursor;
   int panels_done = 0;
-  int sums_done = 0;  // panels whose sums the finisher had read when this warp last looked
 
   CUFUSE_DEVICE explicit Multiplier(const DecodeArgs<T>& args)
       : Role<Shape, kMultiplierRole>(args) {}
@@ -209,28 +208,39 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     this->tracer.begin(kGathering);
   }
 
-  // Words [0, kWords) to shared memory as fragments, zeros behind them.
+  // The pairs of words that a thread gathers: every kThreads-th of kPairs.
+  template <int kPairs>
+  struct Pairs {
+    static constexpr int kMine = (kPairs + kThreads - 1) / kThreads;
+    const u64* first;
+
+    CUFUSE_DEVICE explicit Pairs(const u64* words) : first(by_now(words + 2 * thread_here())) {}
+    static CUFUSE_DEVICE bool has(int i) {
+      return (i + 1) * kThreads <= kPairs || thread_here() + i * kThreads < kPairs;
+    }
+    CUFUSE_DEVICE const u64* at(int i) const { return first + 2 * i * kThreads; }
+  };
+
+  // Words [0, kN / kPerWord) to shared memory as fragments, zeros behind them.
   template <int kN>
   CUFUSE_DEVICE void gather(const u64* words, u32 tag) {
     constexpr int kPairs = kN / kPerWord<T> / 2;
-    constexpr int kMine = (kPairs + kThreads - 1) / kThreads;
+    constexpr int kMine = Pairs<kPairs>::kMine;
     constexpr int kAhead = kMine < 4 ? kMine : 4;
-    const int thread = thread_here();
-    const u32 place = fragment_place<T>(thread);
+    const Pairs<kPairs> pairs(words);
+    const u32 place = by_now(fragment_place<T>(thread_here()));
     probe(words + 2 * kPairs - 1, tag);
 #pragma unroll
     for (int round = 0; round < kMine; round += kAhead) {
-      auto pair_of = [&](int i) { return min(thread + (round + i) * kThreads, kPairs - 1); };
       ulonglong2 seen[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        if (round + i < kMine) seen[i] = look_pair(words + 2 * pair_of(i));
+        if (round + i < kMine && pairs.has(round + i)) seen[i] = look_pair(pairs.at(round + i));
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        if (round + i >= kMine) break;
-        const uint2 found = settle(seen[i], words + 2 * pair_of(i), tag);
-        if (thread + (round + i) * kThreads < kPairs) put(place, round + i, found);
+        if (round + i >= kMine || !pairs.has(round + i)) break;
+        put(place, round + i, settle(seen[i], pairs.at(round + i), tag));
       }
     }
     clear_behind<kN>();
@@ -241,36 +251,40 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   // The same of a residual vector, through an RMSNorm; from `row` in memory if that is not null.
   CUFUSE_DEVICE void gather_normalized(const T* row, const u64* words, u32 tag, const T* weight) {
     constexpr int kPairs = Shape::kDim / kPerWord<T> / 2;
-    constexpr int kMine = (kPairs + kThreads - 1) / kThreads;
+    constexpr int kMine = Pairs<kPairs>::kMine;
     constexpr int kValues = 2 * kPerWord<T>;
     float* sums = at<float>(Shape::kNormSumsAt);
     const auto* weights = reinterpret_cast<const uint2*>(weight);
     const int thread = thread_here();
-    const u32 place = fragment_place<T>(thread);
-    // A thread past the end looks at the last pair, and what it finds counts for nothing.
-    auto pair_of = [&](int i) { return min(thread + i * kThreads, kPairs - 1); };
-    uint2 bits[kMine], weight_bits[kMine];
+    const Pairs<kPairs> pairs(words);
+    const u32 place = by_now(fragment_place<T>(thread));
+    uint2 bits[kMine] = {}, weight_bits[kMine] = {};
 #pragma unroll
-    for (int i = 0; i < kMine; ++i) weight_bits[i] = weights[pair_of(i)];
+    for (int i = 0; i < kMine; ++i) {
+      if (pairs.has(i)) weight_bits[i] = weights[thread + i * kThreads];
+    }
     if (row) {
       sync();
       this->tracer.begin(kGathering);
 #pragma unroll
-      for (int i = 0; i < kMine; ++i) bits[i] = reinterpret_cast<const uint2*>(row)[pair_of(i)];
+      for (int i = 0; i < kMine; ++i) {
+        if (pairs.has(i)) bits[i] = reinterpret_cast<const uint2*>(row)[thread + i * kThreads];
+      }
     } else {
       probe(words + 2 * kPairs - 1, tag);
-      ulonglong2 seen[kMine];
-#pragma unroll
-      for (int i = 0; i < kMine; ++i) seen[i] = look_pair(words + 2 * pair_of(i));
+      ulonglong2 seen[kMine] = {};
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
-        bits[i] = settle(seen[i], words + 2 * pair_of(i), tag);
+        if (pairs.has(i)) seen[i] = look_pair(pairs.at(i));
+      }
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+        if (pairs.has(i)) bits[i] = settle(seen[i], pairs.at(i), tag);
       }
     }
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
-      if (thread + i * kThreads >= kPairs) break;
 #pragma unroll
       for (int j = 0; j < kValues; ++j) {
         const float v = value_in<T>(j < kPerWord<T> ? bits[i].x : bits[i].y, j);
@@ -279,7 +293,6 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
     float scale = 1.0f;
     if constexpr (Shape::kScalesSums) {
-      await_finisher(panels_done);
       if (thread < Shape::kNormFloats) sums[thread] = sum;
     } else {
       sum = warp_sum(sum);
@@ -295,7 +308,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
-      if (thread + i * kThreads >= kPairs) break;
+      if (!pairs.has(i)) break;
       const uint2 normal = make_uint2(normalized_word(bits[i].x, scale, weight_bits[i].x),
                                       normalized_word(bits[i].y, scale, weight_bits[i].y));
       put(place, i, normal);
@@ -338,61 +351,71 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
   }
 
-  // This CTA's panels, from `first` on. A warp has its first weights in registers before it gathers
+  // This CTA's panels, from `panel` on. A warp has its first weights in registers before it gathers
   // x, and the next ones before it hands on its sums: their stages are free so much earlier.
   template <int kPanels, int kK, typename Gather>
-  CUFUSE_DEVICE void multiply(int first, const Gather& gather) {
+  CUFUSE_DEVICE void multiply(int panel, const Gather& gather) {
     using Panel = typename Shape::template Panel<kK>;
     const int warp = thread_here() / 32;
     const int group = warp / kGroupWarps % kPanelGroups, quarter = warp % kGroupWarps;
     const uint4* x = at<const uint4>(Shape::kXAt);
     PanelQuarter<Panel> next;
     auto stage = cursor;
+    int mine = 0;  // this group's first block of the panel
     auto take = [&](int block) {
       next.load(landed(stage), block, quarter);
       Ring::release(stage);
     };
-    int base = 0, mine = group;
-    stage.advance(mine);
-    if (mine < Panel::kBlocks) take(mine);
+    // Sums that lie in the same place come from the same groups.
+    auto begin_panel = [&] {
+      mine = (group - panels_done * Panel::kBlocks) & (kPanelGroups - 1);
+      stage = cursor;
+      stage.advance(mine);
+    };
+    auto pass_panel = [&] {
+      cursor.template advance<Panel::kBlocks>();
+      panel += Shape::kCtas;
+      ++panels_done;
+      begin_panel();
+    };
+    // Panels of less than four blocks are not every group's.
+    auto take_first = [&] {
+      while (panel < kPanels && mine >= Panel::kBlocks) pass_panel();
+      if (panel < kPanels) take(mine);
+    };
+    if (panels_done > 0) await_finisher(panels_done - 1);
+    const int unread = panels_done;
+    begin_panel();
+    take_first();
     gather();
     this->tracer.begin(kMultiplying);
 #pragma unroll 1
-    for (int panel = first; panel < kPanels; panel += Shape::kCtas) {
+    while (panel < kPanels) {
       PanelSums<T> sums;
-      const bool has_part = mine < Panel::kBlocks;
 #pragma unroll 1
       for (int block = mine; block < Panel::kBlocks; block += kPanelGroups) {
         if (block != mine) take(block);
         next.multiply(sums, x, block, quarter);
         stage.advance(kPanelGroups);
       }
-      const int chain = mine * kGroupWarps + quarter;
-      cursor.template advance<Panel::kBlocks>();
-      base += Panel::kBlocks % kPanelGroups;
-      mine = (group - base) & (kPanelGroups - 1);
-      stage = cursor;
-      stage.advance(mine);
-      if (panel + Shape::kCtas < kPanels && mine < Panel::kBlocks) take(mine);
-
-      const int buffer = panels_done % Shape::kPartials;
-      await_finisher(panels_done + 1 - Shape::kPartials);  // which lie where these go
-      if (has_part) {
-        float* partial = at<float>(Shape::kPartialsAt) + buffer * Shape::kPartialFloats;
-        store_chain(partial, chain, sums);
-      }
-      barrier_arrive(kSumsBarrier + buffer, kThreads + 32);
-      ++panels_done;
+      const int chain = mine * kGroupWarps + quarter, done = panels_done;
+      pass_panel();
+      take_first();
+      if (done - unread >= Shape::kPartials) await_finisher(done - Shape::kPartials);
+      const int buffer = done % Shape::kPartials;
+      store_chain(at<float>(Shape::kPartialsAt) + buffer * Shape::kPartialFloats, chain, sums);
+      barrier_arrive(kSumsBarrier + buffer, Panel::kChains * 32 + 32);
     }
     this->tracer.end(kMultiplying);
   }
 
-  // Until the finisher has read the sums of so many panels. It never waits for ever, so this needs
-  // no way out of its own, and none may run ahead of it: its barriers count.
-  CUFUSE_DEVICE void await_finisher(int panels) {
+  // Until the finisher has read the sums of a panel. It never waits for ever, so this needs no way
+  // out of its own, and none may run ahead of it: its barriers count.
+  CUFUSE_DEVICE void await_finisher(int panel) {
     const u32 since = this->tracer.now();
-    while (sums_done < panels) {
-      sums_done = static_cast<int>(load_shared_acquire(at<const u32>(Shape::kSumsDoneAt)));
+    const u32 times = static_cast<u32>(panel) / Shape::kPartials;
+    u64* barrier = at<u64>(Shape::kSumsReadAt) + static_cast<u32>(panel) % Shape::kPartials;
+    while (!mbarrier_try_wait(barrier, times & 1)) {
     }
     this->tracer.waited(kWaitingForSums, since);
   }

@@ -47,7 +47,10 @@ CUFUSE_DEVICE void begin_launch(const DecodeArgs<typename Shape::T>& args) {
             args.start[0],
             args.tokens[0]};
   mbarrier_init(&launch.deadline.finished, Shape::kWatchdog);
-  *reinterpret_cast<u32*>(dynamic_shared<unsigned char>() + Shape::kSumsDoneAt) = 0;
+  for (int i = 0; i < Shape::kPartials; ++i) {
+    mbarrier_init(reinterpret_cast<u64*>(dynamic_shared<unsigned char>() + Shape::kSumsReadAt) + i,
+                  1);
+  }
   Ring<typename Shape::Ring, Shape::kRingAt>::init();
 }
 

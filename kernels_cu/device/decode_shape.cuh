@@ -199,8 +199,8 @@ struct DecodeShape {
   static constexpr int kXAt = round_up(kRingAt + Ring::kBytes, 128);
   static constexpr int kPartialsAt =
       kXAt + round_up(most(kBinBytes, most(kFragmentBytes, kMergeBytes)), 16);
-  static constexpr int kSumsDoneAt = kPartialsAt + kPartials * kPartialFloats * 4;
-  static constexpr int kNormSumsAt = kSumsDoneAt + 16;
+  static constexpr int kSumsReadAt = kPartialsAt + kPartials * kPartialFloats * 4;  // mbarriers
+  static constexpr int kNormSumsAt = kSumsReadAt + kPartials * 8;
   // Sums of squares: of warps, or of the threads that have any.
   static constexpr int kSquares = kDim / kPerWord<T> / 2;
   static constexpr int kNormFloats =

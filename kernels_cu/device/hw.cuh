@@ -338,6 +338,17 @@ CUFUSE_DEVICE void barrier_arrive(u32 id, u32 threads) {
 
 // ---- mbarrier: 8 bytes of shared memory that count arrivals, and bytes of bulk copies
 
+// The value, computed by here: the compiler does not leave that for behind a wait that follows.
+template <typename U>
+CUFUSE_DEVICE U* by_now(U* value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
+CUFUSE_DEVICE u32 by_now(u32 value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // A phase takes `count` arrivals. Others may use it after `fence_mbarrier_init` and a barrier.
 CUFUSE_DEVICE void mbarrier_init(u64* barrier, u32 count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count)

@@ -435,6 +435,10 @@ inline void copy_async_arrive(u64* barrier) {
   host::copy_async_wait(0);
   host::mbarrier_arrive(barrier, 0, "copy_async_arrive");
 }
+template <typename U>
+U by_now(U value) {
+  return value;
+}
 inline bool mbarrier_test_wait(u64* barrier, u32 parity) {
   return host::mbarrier_wait(barrier, parity, 1, "mbarrier_test_wait");
 }
