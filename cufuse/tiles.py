@@ -361,8 +361,10 @@ def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
     ctas = min(target.sm_count, -(-config.vocab_size // 16))
     row_bytes = config.head_dim * np.dtype(dtype).itemsize
     dim = config.dim
-    window, calm_window = (3, 1) if dim < 2048 else (4, 2) if dim < 4096 else (4, 3)
-    large = target.shared_bytes > 160 * 1024 and dim >= 1024
+    window, calm_window = (
+        (3, 2) if dim < 1024 else (2, 1) if dim < 2048 else (3, 3) if dim < 4096 else (4, 3)
+    )
+    large = target.shared_bytes > 160 * 1024
     for stage_bytes in (16384, 8192) if large else (8192, 16384):
         if stage_bytes < 2 * _FEWEST_KEYS * row_bytes:
             continue
@@ -455,7 +457,7 @@ def decode_regions(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
         "qkv": vector(c.q_dim + 2 * c.kv_dim),
         "attention": vector(c.q_dim),
         "hidden": vector(c.hidden_dim),
-        "parts": splits * vector(c.q_dim),
+        "parts": 2 * splits * vector(c.q_dim),
         "weights": _round_up(splits * c.n_heads, 16),
         "best": _round_up(4 * tile.ctas, 16),
         "appended": _round_up(2 * c.n_layers * c.n_kv_heads, 16),

@@ -356,7 +356,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   template <int kPanels, int kK, typename Gather>
   CUFUSE_DEVICE void multiply(int panel, const Gather& gather) {
     using Panel = typename Shape::template Panel<kK>;
-    const int warp = thread_here() / 32;
+    const int warp = warp_here();
     const int group = warp / kGroupWarps % kPanelGroups, quarter = warp % kGroupWarps;
     const uint4* x = at<const uint4>(Shape::kXAt);
     PanelQuarter<Panel> next;
@@ -426,7 +426,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     constexpr int kGroup = Shape::kGroup;
     const bool merges = part == 0;
     const u32 tag = this->tag(layer);
-    const int warp = thread_here() / 32, lane = thread_here() % 32;
+    const int warp = warp_here(), lane = lane_here();
     T* rows = at<T>(Shape::kRowsAt);  // queries, then the new key and value
     float* maxima = at<float>(Shape::kStatsAt);
     float* totals = maxima + kPanelGroups * kMostHeads;
@@ -526,50 +526,69 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   // rotate.
   CUFUSE_DEVICE void fetch_row(int layer, int kv_head, int row, u32 tag, T* rows) {
     constexpr int kGroup = Shape::kGroup;
-    constexpr int kPairs = kHeadDim / kPerWord<T> / 2;
-    const int lane = thread_here() % 32;
+    constexpr int kVec = 2 * kPerWord<T>;  // values of a lane
+    const int lane = lane_here();
     const int first = row < kGroup    ? (kv_head * kGroup + row) * kHeadDim
                       : row == kGroup ? Shape::kQDim + kv_head * kHeadDim
                                       : Shape::kQDim + Shape::kKvDim + kv_head * kHeadDim;
-    const u64* words = this->words(Shape::kQkv) + first / kPerWord<T>;
-    auto* target = reinterpret_cast<uint2*>(rows + row * kHeadDim);
-    const T* weight = nullptr;
-    uint2 weight_bits[(kPairs + 31) / 32];
+    const u64* words = this->words(Shape::kQkv) + first / kPerWord<T> + 2 * lane;
+    rows += row * kHeadDim + lane * kVec;
+    const T* norm = nullptr;
     if (Shape::kQkNorm && row <= kGroup) {
-      weight = (row < kGroup ? this->args.q_norm : this->args.k_norm) + layer * kHeadDim;
-#pragma unroll
-      for (int i = 0; i < (kPairs + 31) / 32; ++i) {
-        if (lane + i * 32 < kPairs) {
-          weight_bits[i] = reinterpret_cast<const uint2*>(weight)[lane + i * 32];
-        }
-      }
+      norm = (row < kGroup ? this->args.q_norm : this->args.k_norm) + layer * kHeadDim + lane * kVec;
     }
+    const float* cos = at<const float>(Shape::kAnglesAt);
+    const float* sin = cos + Shape::kRotary / 2;
+
+    if constexpr (kRotatesHeld<Shape::kPairing, kHeadDim, Shape::kRotary, kVec>) {
+      const HeldAngles<Shape::kPairing, Shape::kRotary, kVec> angles(cos, sin);
+      const bool has = kHeadDim == 32 * kVec || lane < kHeadDim / kVec;
+      uint2 bits = {}, weight = {};
+      if (has && norm) weight = *reinterpret_cast<const uint2*>(norm);
+      if (has) bits = settle(look_pair(words), words, tag);
+      if (row <= kGroup) {
+        float values[kVec];
 #pragma unroll
-    for (int i = 0; i < (kPairs + 31) / 32; ++i) {
-      const u64* pair = words + 2 * (lane + i * 32);
-      if (lane + i * 32 < kPairs) {
-        target[lane + i * 32] = settle(look_pair(pair), pair, tag);
-      }
-    }
-    if (row > kGroup) return;
-    float norm = 0.0f;
-    if (weight) {
-      T* shared_weight = at<T>(Shape::kNormWeightsAt) + row * kHeadDim;
+        for (int j = 0; j < kVec; ++j) values[j] = value_in<T>(j < kVec / 2 ? bits.x : bits.y, j);
+        if (norm) {
+          float sum = 0.0f;
 #pragma unroll
-      for (int i = 0; i < (kPairs + 31) / 32; ++i) {
-        if (lane + i * 32 < kPairs) {
-          reinterpret_cast<uint2*>(shared_weight)[lane + i * 32] = weight_bits[i];
+          for (int j = 0; j < kVec; ++j) sum = fmaf(values[j], values[j], sum);
+          const float scale =
+              rsqrtf(warp_sum(sum) / static_cast<float>(kHeadDim) + this->args.eps);
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) {
+            values[j] = to_float(normalized<T, Shape::kRounding>(
+                values[j], scale, value_in<T>(j < kVec / 2 ? weight.x : weight.y, j)));
+          }
         }
+        angles.rotate(values);
+        Vec<T, kVec> rounded;
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) rounded.v[j] = from_float<T>(values[j]);
+        if (has) store_vec<kVec>(rows, rounded);
+      } else if (has) {
+        *reinterpret_cast<uint2*>(rows) = bits;
       }
-      weight = shared_weight;
+    } else {
+      T* shared_norm = at<T>(Shape::kNormWeightsAt) + row * kHeadDim;
+#pragma unroll 1
+      for (int i = lane; i < kHeadDim / kVec; i += 32, words += 64, rows += 32 * kVec) {
+        if (norm) {
+          reinterpret_cast<uint2*>(shared_norm)[i] = *reinterpret_cast<const uint2*>(norm);
+          norm += 32 * kVec;
+        }
+        *reinterpret_cast<uint2*>(rows) = settle(look_pair(words), words, tag);
+      }
+      if (row > kGroup) return;
       __syncwarp();
-      norm = head_rms_scale<2>(rows + row * kHeadDim, kHeadDim, this->args.eps);
+      rows = at<T>(Shape::kRowsAt) + row * kHeadDim;
+      const float scale = norm ? head_rms_scale<2>(rows, kHeadDim, this->args.eps) : 0.0f;
+      __syncwarp();
+      norm_rotate_head<Shape::kPairing, Shape::kRounding, 2>(
+          rows, rows, kHeadDim, Angles{cos, sin, Shape::kRotary / 2}, norm ? shared_norm : nullptr,
+          scale);
     }
-    __syncwarp();
-    const float* angles = at<const float>(Shape::kAnglesAt);
-    norm_rotate_head<Shape::kPairing, Shape::kRounding, 2>(
-        rows + row * kHeadDim, rows + row * kHeadDim, kHeadDim,
-        Angles{angles, angles + Shape::kRotary / 2, Shape::kRotary / 2}, weight, norm);
   }
 
   CUFUSE_DEVICE void append(int layer, int kv_head, bool value, const T* new_key) {
@@ -578,7 +597,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
                     this->position();
     T* cache = (value ? this->args.v_cache : this->args.k_cache) + row * kHeadDim;
     const T* source = new_key + (value ? kHeadDim : 0);
-    for (int i = thread_here() % 32 * kPer8; i < kHeadDim; i += 32 * kPer8) {
+    for (int i = lane_here() * kPer8; i < kHeadDim; i += 32 * kPer8) {
       store_vec<kPer8>(cache + i, load_vec<kPer8>(source + i));
     }
 #if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
@@ -590,35 +609,25 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   // everybody reads all, and of many the first one makes the result when the others are there.
   CUFUSE_DEVICE void hand_on(
       int query, int column, int part, int splits, u32 tag, PartialHead partial) {
-    const bool is_result = part == 0 && (splits == 1 || splits > Shape::kReadSplits);
-    if (is_result) {
-      constexpr int kAhead = 4;
-#pragma unroll 1
-      for (int first = 1; first < splits; first += kAhead) {
-        u64 seen_weights[kAhead];
-        ulonglong2 seen[kAhead];
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          const int other = min(first + i, splits - 1);
-          seen_weights[i] = look(weight_of(other, query));
-          seen[i] = look_values(other, query, column);
-        }
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          const int other = first + i;
-          if (other >= splits) break;
-          const u32 weight = settle(seen_weights[i], weight_of(other, query), tag);
-          partial.add(__uint_as_float(weight), 1.0f,
-                      settle_values(seen[i], other, query, column, tag));
-        }
+    u64* word = this->words(Shape::kAttention);
+    if (splits > Shape::kReadSplits) {
+      if (part > 0) {
+        publish_part(part_of(part, query, column), partial, tag);
+        return;
       }
-    } else if (column == 0) {
-      publish(weight_of(part, query), __float_as_uint(partial.weight()), tag);
+#pragma unroll 1
+      for (int first = 1; first < splits; first += kPartsAhead) {
+        add_parts(partial, first, splits, query, column, tag);
+      }
+    } else if (splits > 1) {
+      word = values_of(part);
+      if (column == 0) publish(weight_of(part, query), __float_as_uint(partial.weight()), tag);
     }
-    const float2 result = partial.result();
-    const T x = from_float<T>(result.x), y = from_float<T>(result.y);
-    u64* word = (is_result ? this->words(Shape::kAttention) : part_of(part)) +
-                (query * kHeadDim + column) / kPerWord<T>;
+    publish_values(word + (query * kHeadDim + column) / kPerWord<T>, partial.result(), tag);
+  }
+
+  CUFUSE_DEVICE static void publish_values(u64* word, float2 values, u32 tag) {
+    const T x = from_float<T>(values.x), y = from_float<T>(values.y);
     if constexpr (kPerWord<T> == 2) {
       publish(word, word_of(x, y), tag);
     } else {
@@ -626,28 +635,59 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
   }
 
-  CUFUSE_DEVICE u64* part_of(int split) const {
+  // Of a few splits: the values of each, and a weight of each head.
+  CUFUSE_DEVICE u64* values_of(int split) const {
     return this->words(Shape::kParts) + split * Shape::words(Shape::kQDim);
   }
   CUFUSE_DEVICE u64* weight_of(int split, int query) const {
     return this->words(Shape::kWeights) + split * Shape::kHeads + query;
   }
 
-  // Two neighbouring values of another split: one word, or two.
-  CUFUSE_DEVICE ulonglong2 look_values(int split, int query, int column) const {
-    const u64* words = part_of(split) + (query * kHeadDim + column) / kPerWord<T>;
-    if constexpr (kPerWord<T> == 1) return look_pair(words);
-    return make_ulonglong2(look(words), 0);
+  // Of many: two values beside their weight, so that one look finds all.
+  static constexpr int kPartsAhead = 4;
+  CUFUSE_DEVICE u64* part_of(int split, int query, int column) const {
+    const int pair = (split * Shape::kQDim + query * kHeadDim + column) / 2;
+    return this->words(Shape::kParts) + pair * (4 / kPerWord<T>);
   }
-  CUFUSE_DEVICE float2 settle_values(ulonglong2 seen, int split, int query, int column, u32 tag) {
-    const u64* words = part_of(split) + (query * kHeadDim + column) / kPerWord<T>;
-    if constexpr (kPerWord<T> == 1) {
-      const uint2 both = settle(seen, words, tag);
-      return make_float2(value_in<T>(both.x, 0), value_in<T>(both.y, 0));
+  CUFUSE_DEVICE static void publish_part(u64* words, const PartialHead& part, u32 tag) {
+    const u32 weight = __float_as_uint(part.weight());
+    const float2 values = part.result();
+    if constexpr (kPerWord<T> == 2) {
+      publish(words, word_of(from_float<T>(values.x), from_float<T>(values.y)), weight, tag);
     } else {
-      const u32 word = settle(seen.x, words, tag);
-      return make_float2(value_in<T>(word, 0), value_in<T>(word, 1));
+      publish(words, bits_of(values.x), bits_of(values.y), tag);
+      publish(words + 2, weight, tag);
     }
+  }
+  CUFUSE_DEVICE void add_parts(
+      PartialHead& partial, int first, int splits, int query, int column, u32 tag) {
+    const u64* words = part_of(first, query, column);
+    constexpr int kNext = Shape::kQDim * 2 / kPerWord<T>;
+    const int count = min(splits - first, kPartsAhead);
+    ulonglong2 seen[kPartsAhead] = {};
+    u64 seen_weights[kPartsAhead] = {};
+#pragma unroll
+    for (int i = 0; i < kPartsAhead; ++i) {
+      if (i >= count) break;
+      seen[i] = look_pair(words + i * kNext);
+      if constexpr (kPerWord<T> == 1) seen_weights[i] = look(words + i * kNext + 2);
+    }
+    PartialHead parts[kPartsAhead + 1];
+    parts[kPartsAhead] = partial;
+#pragma unroll
+    for (int i = 0; i < kPartsAhead; ++i) {
+      if (i >= count) break;
+      const uint2 found = settle(seen[i], words + i * kNext, tag);
+      parts[i].total = 1.0f;
+      if constexpr (kPerWord<T> == 2) {
+        parts[i].max = __uint_as_float(found.y);
+        parts[i].out = make_float2(value_in<T>(found.x, 0), value_in<T>(found.x, 1));
+      } else {
+        parts[i].max = __uint_as_float(settle(seen_weights[i], words + i * kNext + 2, tag));
+        parts[i].out = make_float2(value_in<T>(found.x, 0), value_in<T>(found.y, 0));
+      }
+    }
+    partial = PartialHead::of(parts);
   }
 
   // What attention hands on, of a few splits, to shared memory as fragments.
@@ -656,7 +696,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     constexpr int kMost = Shape::kReadSplits;
     const int thread = thread_here();
     u32 place = fragment_place<T>(thread);
-    probe(part_of(0) + 2 * kPairs - 1, tag);
+    probe(values_of(0) + 2 * kPairs - 1, tag);
 #pragma unroll 1
     for (int pair = thread; pair < kPairs; pair += kThreads, place += 2 * kThreads) {
       const int query = pair * 2 * kPerWord<T> / kHeadDim;
@@ -666,7 +706,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       for (int i = 0; i < kMost; ++i) {
         const int split = min(i, splits - 1);
         seen_weights[i] = look(weight_of(split, query));
-        seen[i] = look_pair(part_of(split) + 2 * pair);
+        seen[i] = look_pair(values_of(split) + 2 * pair);
       }
       float weights[kMost], top = minus_infinity();
 #pragma unroll
@@ -680,7 +720,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
         if (i >= splits) break;
-        const uint2 words = settle(seen[i], part_of(i) + 2 * pair, tag);
+        const uint2 words = settle(seen[i], values_of(i) + 2 * pair, tag);
         const float weight = exp2f(weights[i] - softmax_shift(top));
         sum += weight;
 #pragma unroll

@@ -166,8 +166,8 @@ struct DecodeShape {
   static constexpr int kQkv = kMiddle + words(kDim);                    // [q_dim + 2 kv_dim]
   static constexpr int kAttention = kQkv + words(kQkvDim);              // [q_dim]
   static constexpr int kHiddenWords = kAttention + words(kQDim);        // [hidden]
-  static constexpr int kParts = kHiddenWords + words(kHidden);          // [splits][q_dim]
-  static constexpr int kWeights = kParts + kMostSplits * words(kQDim);  // [splits, heads] float32
+  static constexpr int kParts = kHiddenWords + words(kHidden);  // [splits][q_dim], with weights
+  static constexpr int kWeights = kParts + 2 * kMostSplits * words(kQDim);  // [splits, heads] float
   static constexpr int kBest = kWeights + round_up(kMostSplits * kHeads, 16);  // [2, ctas, 2]
   static constexpr int kAppended = kBest + round_up(2 * kCtas * 2, 16);  // [2, layers, kv_heads]
   static constexpr int kDrawn = kAppended + round_up(2 * kLayers * kKvHeads, 16);  // [1]

@@ -266,6 +266,9 @@ CUFUSE_DEVICE int thread_here() {
   asm volatile("" : "+r"(thread));
   return static_cast<int>(thread);
 }
+// Of its warp, and the warp: neither is negative, which saves instructions.
+CUFUSE_DEVICE int lane_here() { return static_cast<int>(static_cast<u32>(thread_here()) % 32); }
+CUFUSE_DEVICE int warp_here() { return static_cast<int>(static_cast<u32>(thread_here()) / 32); }
 
 // A value that all lanes of the warp have: said so, the compiler keeps it in a register of the
 // warp.

@@ -76,7 +76,7 @@ struct Tracer<true> {
 
  private:
   CUFUSE_DEVICE bool writes() const {
-    return role == kMultiplierRole ? thread_here() == 0 : thread_here() % 32 == 0;
+    return role == kMultiplierRole ? thread_here() == 0 : lane_here() == 0;
   }
   CUFUSE_DEVICE u64* row() const {
     return trace + (static_cast<i64>(blockIdx.x) * kRoles + role) * kTraceWords;

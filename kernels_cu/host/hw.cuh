@@ -77,6 +77,8 @@ inline unsigned __float_as_uint(float v) {
 inline int __float_as_int(float v) { return static_cast<int>(__float_as_uint(v)); }
 inline float __int_as_float(int v) { return __uint_as_float(static_cast<unsigned>(v)); }
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __log2f(float v) { return std::log2(v); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __clz(int v) { return v ? __builtin_clz(static_cast<unsigned>(v)) : 32; }
@@ -407,6 +409,8 @@ inline void barrier_arrive(u32 id, u32 threads) {
 }
 
 inline int thread_here() { return static_cast<int>(threadIdx.x); }
+inline int lane_here() { return static_cast<int>(threadIdx.x % 32); }
+inline int warp_here() { return static_cast<int>(threadIdx.x / 32); }
 
 inline int uniform(int v) { return __shfl_sync(kFullMask, v, 0); }
 
