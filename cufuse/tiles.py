@@ -341,6 +341,7 @@ class DecodeTile:
     copies: str  # "bulk" or "async"
     split_chunks: int  # chunks of the cache that one split takes
     value_slices: int = 4  # copies that the values of a chunk come by
+    probe: str = "last"  # word of a vector that a CTA waits for before all threads look: or "first"
 
 
 @functools.cache
@@ -379,6 +380,7 @@ def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
                 "bulk" if bulk else "async",
                 split_chunks=4 * in_large,
                 value_slices=2 if dim >= 2048 else 4,
+                probe="first" if 1024 <= dim < 2048 else "last",
             )
             if decode_shared_bytes(config, dtype, tile) <= target.shared_bytes:
                 return tile

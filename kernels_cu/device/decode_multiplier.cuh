@@ -198,9 +198,10 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
   }
 
-  // One thread looks at the word that is expected last until it is there; then all look at once.
-  // Looks in vain crowd L2 and delay the very words that are waited for.
-  CUFUSE_DEVICE void probe(const u64* word, u32 tag) {
+  // One thread looks at one of n words until it is there; then all look at once. Looks in vain crowd
+  // L2 and delay the very words that are waited for.
+  CUFUSE_DEVICE void probe(const u64* word, int n, u32 tag) {
+    if (Shape::kProbe == Probe::last) word += n - 1;
     this->tracer.begin(kWaitingForActivations);
     if (thread_here() == 0) settle(look(word), word, tag);
     this->tracer.end(kWaitingForActivations);
@@ -229,7 +230,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     constexpr int kAhead = kMine < 4 ? kMine : 4;
     const Pairs<kPairs> pairs(words);
     const u32 place = by_now(fragment_place<T>(thread_here()));
-    probe(words + 2 * kPairs - 1, tag);
+    probe(words, 2 * kPairs, tag);
 #pragma unroll
     for (int round = 0; round < kMine; round += kAhead) {
       ulonglong2 seen[kAhead];
@@ -271,7 +272,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
         if (pairs.has(i)) bits[i] = reinterpret_cast<const uint2*>(row)[thread + i * kThreads];
       }
     } else {
-      probe(words + 2 * kPairs - 1, tag);
+      probe(words, 2 * kPairs, tag);
       ulonglong2 seen[kMine] = {};
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
@@ -696,7 +697,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     constexpr int kMost = Shape::kReadSplits;
     const int thread = thread_here();
     u32 place = fragment_place<T>(thread);
-    probe(values_of(0) + 2 * kPairs - 1, tag);
+    probe(values_of(0), 2 * kPairs, tag);
 #pragma unroll 1
     for (int pair = thread; pair < kPairs; pair += kThreads, place += 2 * kThreads) {
       const int query = pair * 2 * kPerWord<T> / kHeadDim;

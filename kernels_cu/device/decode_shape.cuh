@@ -92,6 +92,10 @@ constexpr int kControlWords = 32;
 // CTA looks at all of them.
 enum class Draw { plain, filtered };
 
+// Which word of a vector a CTA waits for before all its threads look at theirs: later the last one
+// keeps more of them from looking in vain, the first one gives them a start.
+enum class Probe { first, last };
+
 template <typename T_,
           Act kAct_,
           Rounding kRounding_,
@@ -113,6 +117,7 @@ template <typename T_,
           Copies kCopies_,
           int kSplitChunks_,
           int kValueSlices_,
+          Probe kProbe_,
           bool kTrace_,
           Draw kDraw_>
 struct DecodeShape {
@@ -124,6 +129,7 @@ struct DecodeShape {
   static constexpr Rounding kRounding = kRounding_;
   static constexpr Pairing kPairing = kPairing_;
   static constexpr bool kQkNorm = kQkNorm_;
+  static constexpr Probe kProbe = kProbe_;
   static constexpr bool kTrace = kTrace_;
   static constexpr Draw kDraw = kDraw_;
   static constexpr int kDim = kDim_;

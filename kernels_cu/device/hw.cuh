@@ -10,13 +10,6 @@
 #include <cuda_fp16.h>
 
 #define CUFUSE_DEVICE __device__ __forceinline__
-// What is hardly ever done, from many places: a call keeps it out of the instruction cache. Before
-// sm_90 calls make the decode kernels spill.
-#if __CUDA_ARCH__ >= 900
-#define CUFUSE_COLD __device__ __noinline__
-#else
-#define CUFUSE_COLD CUFUSE_DEVICE
-#endif
 
 #include "device/fp8.cuh"
 

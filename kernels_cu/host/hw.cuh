@@ -16,7 +16,6 @@
 // ---- CUDA's words
 
 #define CUFUSE_DEVICE inline
-#define CUFUSE_COLD inline
 #define __device__
 #define __host__
 #define __global__ static
