@@ -181,14 +181,12 @@ struct Finisher : Role<Shape, kFinisherRole> {
       const u32 since = this->tracer.now();
       constexpr int kChains = Shape::template Panel<kK>::kChains;
       barrier_sync(kSumsBarrier + buffer, kChains * 32 + 32);
-      this->tracer.waited(kWaitingForSums, since);
-      this->tracer.begin(kAdding);
+      const u32 there = this->tracer.now();
       const float sum = scale * panel_sum<kChains>(partial);
       if (lane == 0) mbarrier_arrive(reinterpret_cast<u64*>(shared + Shape::kSumsReadAt) + buffer);
-      this->tracer.end(kAdding);
-      this->tracer.begin(kStoring);
       finish(sum);
-      this->tracer.end(kStoring);
+      this->tracer.waited(kWaitingForSums, since, there);
+      this->tracer.spent(kFinishing, there, this->tracer.now());
     }
   }
 

@@ -204,9 +204,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     if (Shape::kProbe == Probe::last) word += n - 1;
     this->tracer.begin(kWaitingForActivations);
     if (thread_here() == 0) settle(look(word), word, tag);
-    this->tracer.end(kWaitingForActivations);
     sync();
-    this->tracer.begin(kGathering);
   }
 
   // The pairs of words that a thread gathers: every kThreads-th of kPairs.
@@ -238,6 +236,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       for (int i = 0; i < kAhead; ++i) {
         if (round + i < kMine && pairs.has(round + i)) seen[i] = look_pair(pairs.at(round + i));
       }
+      if (round == 0) this->tracer.then(kWaitingForActivations, kGathering, this->tracer.now());
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         if (round + i >= kMine || !pairs.has(round + i)) break;
@@ -246,7 +245,6 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
     clear_behind<kN>();
     sync();
-    this->tracer.end(kGathering);
   }
 
   // The same of a residual vector, through an RMSNorm; from `row` in memory if that is not null.
@@ -278,6 +276,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       for (int i = 0; i < kMine; ++i) {
         if (pairs.has(i)) seen[i] = look_pair(pairs.at(i));
       }
+      this->tracer.then(kWaitingForActivations, kGathering, this->tracer.now());
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
         if (pairs.has(i)) bits[i] = settle(seen[i], pairs.at(i), tag);
@@ -317,7 +316,6 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     clear_behind<Shape::kDim>();
     if constexpr (Shape::kScalesSums) barrier_arrive(kNormBarrier, kThreads + 32);
     sync();
-    this->tracer.end(kGathering);
   }
 
   static CUFUSE_DEVICE u32 normalized_word(u32 word, float scale, u32 weight) {
@@ -389,7 +387,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     begin_panel();
     take_first();
     gather();
-    this->tracer.begin(kMultiplying);
+    const u32 gathered = this->tracer.now();
 #pragma unroll 1
     while (panel < kPanels) {
       PanelSums<T> sums;
@@ -407,6 +405,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       store_chain(at<float>(Shape::kPartialsAt) + buffer * Shape::kPartialFloats, chain, sums);
       barrier_arrive(kSumsBarrier + buffer, Panel::kChains * 32 + 32);
     }
+    this->tracer.then(kGathering, kMultiplying, gathered);
     this->tracer.end(kMultiplying);
   }
 
@@ -436,10 +435,9 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 
     this->tracer.begin(kWaitingForActivations);
     if (warp < kGroup + (merges ? 2 : 0)) fetch_row(layer, kv_head, warp, tag, rows);
-    this->tracer.end(kWaitingForActivations);
     sync();
+    this->tracer.then(kWaitingForActivations, kAttending, this->tracer.now());
 
-    this->tracer.begin(kAttending);
     const T* new_key = rows + kGroup * kHeadDim;
     const T* new_value = new_key + kHeadDim;
     if (merges) {
@@ -484,9 +482,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
     cursor.round ^= count / Shape::Ring::kStages & 1;
     cursor.advance(count % Shape::Ring::kStages);
-    this->tracer.end(kAttending);
-
-    this->tracer.begin(kMerging);
+    const u32 attended = this->tracer.now();
     sync();
     if (merges && thread_here() == 0 && this->args.n_tokens > 1) {
       store_word<Order::release>(this->appended(this->n(), layer, kv_head), tagged(0, tag));
@@ -520,6 +516,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       hand_on(kv_head * kGroup + head, column, part, split.count, tag, partial);
     }
     sync();
+    this->tracer.then(kAttending, kMerging, attended);
     this->tracer.end(kMerging);
   }
 
@@ -698,6 +695,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const int thread = thread_here();
     u32 place = fragment_place<T>(thread);
     probe(values_of(0), 2 * kPairs, tag);
+    this->tracer.then(kWaitingForActivations, kGathering, this->tracer.now());
 #pragma unroll 1
     for (int pair = thread; pair < kPairs; pair += kThreads, place += 2 * kThreads) {
       const int query = pair * 2 * kPerWord<T> / kHeadDim;
@@ -740,7 +738,6 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
     clear_behind<Shape::kQDim>();
     sync();
-    this->tracer.end(kGathering);
   }
 };
 
