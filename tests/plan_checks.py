@@ -311,7 +311,7 @@ class Cta:
         self.landed: set[int] = set()
         self.released: set[int] = set()
         self.barrier = 0
-        self.gathered: Counter[object] = Counter()  # groups that have gathered what a step multiplies
+        self.gathered: Counter[object] = Counter()  # groups that have gathered for a step
         self.arrived: Counter[int] = Counter()  # groups that have stored the sums of a panel
         self.finished = 0
 
