@@ -11,6 +11,13 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   using Cache = typename Shape::Cache;
   static constexpr int kThreads = kPanelWarps * 32;
   static constexpr int kHeadDim = Shape::kHeadDim;
+  // Whether a warp has its next weights before it hands on its sums. Before sm_90 the compiler has
+  // no registers for both.
+#if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
+  static constexpr bool kTakesBeforeSums = true;
+#else
+  static constexpr bool kTakesBeforeSums = false;
+#endif
   using Ring = cufuse::Ring<typename Shape::Ring, Shape::kRingAt>;
   typename Ring::Cursor cursor;
   int panels_done = 0;
@@ -397,11 +404,12 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       }
       const int chain = mine * kGroupWarps + quarter, done = panels_done;
       pass_panel();
-      take_first();
+      if (kTakesBeforeSums) take_first();
       if (done - unread >= Shape::kPartials) await_finisher(done - Shape::kPartials);
       const int buffer = done % Shape::kPartials;
       store_chain(at<float>(Shape::kPartialsAt) + buffer * Shape::kPartialFloats, chain, sums);
       barrier_arrive(kSumsBarrier + buffer, Panel::kChains * 32 + 32);
+      if (!kTakesBeforeSums) take_first();
     }
     const u32 multiplied = this->tracer.now();
     this->tracer.gathered(gathered);
