@@ -1,7 +1,8 @@
 """How a matrix product is cut: (op, target, shape, dtype) -> a frozen tile, as plain data.
 
 Two kinds: `RowsTile` for a few rows of x, where the time is that of reading the weights once
-(device/matvec.cuh), and `MatmulTile` for many (device/tile_matmul.cuh). Packed weights have a
+(device/matvec.cuh), and `MatmulTile` for many (device/tile_matmul.cuh) or, on sm_90a,
+`WarpgroupTile` (device/warpgroup_tiles.cuh). Packed weights have a
 `PackedRowsTile` (device/packed_rows.cuh) and `MatmulTile`s of their own (device/packed_tiles.cuh).
 """
 
@@ -18,6 +19,10 @@ from cufuse.config import Config
 
 # Rows of x that one pass over the weights serves; more go to tiles.
 MAX_ROWS = 8
+
+# The ops that have a kernel of warpgroups, and the rows of x up to which warps are chosen.
+WARPGROUP_OPS = ("linear",)
+WARPGROUP_ROWS = 64
 
 # The weight rows an op takes for each of its outputs.
 WEIGHT_ROWS = {"linear": 1, "matmul": 1, "gated_linear": 2, "qkv_rope_append": 1}
@@ -160,10 +165,69 @@ class PackedMatmulTile(MatmulTile):
         return self.stages * self.block_m * self.block_k * itemsize
 
 
-Tile = RowsTile | MatmulTile
+@dataclass(frozen=True)
+class WarpgroupTile:
+    """Warpgroups multiply tiles that CTAs, `cluster` of them together, walk over (sm_90a).
+
+    `group_m` tiles of a cluster lie side by side in that walk; the last warpgroup starts `lag`
+    blocks of K after the first (device/warpgroup_tiles.cuh).
+    """
+
+    block_m: int
+    block_n: int
+    warpgroups_m: int
+    warpgroups_n: int
+    stages: int
+    cluster: int
+    group_m: int
+    lag: int
+    rate: float  # as MatmulTile has it
+
+    @property
+    def template(self) -> tuple[int, ...]:
+        """The kernel's template values."""
+        return (
+            self.block_m,
+            self.block_n,
+            self.warpgroups_m,
+            self.warpgroups_n,
+            self.stages,
+            self.cluster,
+            self.group_m,
+            self.lag,
+        )
+
+    @property
+    def shared_weight_rows(self) -> int:
+        """Weight rows that each CTA of a cluster copies, to all of them."""
+        return self.block_n // self.cluster
+
+    def count(self, m: int, n_weight_rows: int) -> int:
+        """Tiles of a product, whole clusters of them."""
+        return (
+            -(-m // (self.block_m * self.cluster))
+            * self.cluster
+            * -(-n_weight_rows // self.block_n)
+        )
+
+    def launch_shape(
+        self, target: Target, m: int, n_weight_rows: int, itemsize: int
+    ) -> LaunchShape:
+        """A CTA an SM, or as many as there are tiles."""
+        ctas = min(self.count(m, n_weight_rows), target.sm_count // self.cluster * self.cluster)
+        threads = (self.warpgroups_m * self.warpgroups_n + 1) * 128
+        return LaunchShape((ctas,), threads, self.shared_bytes(itemsize))
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Dynamic shared memory, as WarpgroupShape::kSharedBytes has it."""
+        boxes = self.warpgroups_m * self.warpgroups_n * 2 * 64 * 128
+        return self.stages * (self.block_m + self.block_n) * 128 + boxes + 2 * self.stages * 8
+
+
+Tile = RowsTile | MatmulTile | WarpgroupTile
 PackedTile = PackedRowsTile | PackedMatmulTile
 
-_Shape = TypeVar("_Shape", bound=MatmulTile)
+_Shape = TypeVar("_Shape", MatmulTile, PackedMatmulTile, WarpgroupTile)
 _PANEL_ROWS = 16
 
 _TENSOR_CORES = (
@@ -197,6 +261,12 @@ _PACKED_WARPGROUPS = (
     PackedMatmulTile(32, 64, 64, 1, 4, 8, 0.3, "warpgroup"),
     PackedMatmulTile(16, 64, 64, 1, 4, 8, 0.2, "warpgroup"),
 )
+# With wgmma and tensor copies; not yet measured.
+_WARPGROUPS = (
+    WarpgroupTile(128, 256, 2, 1, 4, 2, 8, 0, 1.0),
+    WarpgroupTile(128, 128, 2, 1, 6, 2, 8, 0, 0.8),
+    WarpgroupTile(128, 64, 2, 1, 6, 1, 8, 0, 0.5),
+)
 _PACKED_FFMA = (
     PackedMatmulTile(128, 128, 16, 4, 2, 2, 1.0),
     PackedMatmulTile(64, 64, 16, 2, 2, 2, 0.6),
@@ -222,6 +292,16 @@ def choose(op: str, target: Target, m: int, n: int, k: int, dtype: Any) -> Tile:
         tile = _rows_tile(op, target, m, n, k, itemsize)
         if tile is not None:
             return tile
+    # Rows that are no multiple of 16 bytes are out of the reach of tensor copies.
+    if op in WARPGROUP_OPS and itemsize == 2 and target.arch == "90a" and k % 8 == 0:
+        fitting = [t for t in _WARPGROUPS if t.shared_bytes(itemsize) <= target.shared_bytes]
+        if fitting and k and m > WARPGROUP_ROWS:
+            return _cheapest(tuple(fitting), target, m, n, itemsize)
+    return choose_warps(op, target, m, n, itemsize)
+
+
+def choose_warps(op: str, target: Target, m: int, n: int, itemsize: int) -> MatmulTile:
+    """Choose among the tiles that take rows of any size at any address."""
     shapes = _FFMA if itemsize == 4 else _TENSOR_CORES
     return _cheapest(shapes, target, m, n * WEIGHT_ROWS[op], itemsize)
 

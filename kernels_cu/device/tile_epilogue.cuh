@@ -24,6 +24,30 @@ CUFUSE_DEVICE void store_linear(const Args<T>& args,
   store_columns(args.y + at, result, column, args.n);
 }
 
+// The same of two neighbours, the first in an even column and n even, returned as a word; what lies
+// outside of y is of no account.
+template <Act kAct, typename T, template <typename> class Args>
+CUFUSE_DEVICE u32 finish_pair(const Args<T>& args, int row, int column, float low, float high) {
+  const bool inside = row < args.rows && column < args.n;
+  if (args.b) {
+    float first, second;
+    const u32 pair = column < args.n ? *reinterpret_cast<const u32*>(args.b + column) : 0;
+    unpack_pair(first, second, pair, T{});
+    low += first;
+    high += second;
+  }
+  low = activate<kAct>(low);
+  high = activate<kAct>(high);
+  if (args.residual && inside) {
+    float first, second;
+    const i64 at = static_cast<i64>(row) * args.n + column;
+    unpack_pair(first, second, *reinterpret_cast<const u32*>(args.residual + at), T{});
+    low += first;
+    high += second;
+  }
+  return pair_from_floats<T>(low, high);
+}
+
 // y [rows, n] from gates and ups as gated_epilogue has it.
 template <Gate kGate, Act kAct, int kWide, typename T, template <typename> class Args>
 CUFUSE_DEVICE void store_gated(const Args<T>& args,

@@ -1,0 +1,276 @@
+// y = x w^T for many rows on sm_90a: CTAs that walk over tiles of kBlockM rows of x by kBlockN
+// weight rows. One thread fills a ring of kStages blocks of K by tensor copies, far ahead and into
+// the next tile; the other warpgroups multiply by wgmma and finish their part of a tile. The CTAs
+// of a cluster take tiles below each other: each copies its share of the weights to all of them.
+//
+// Every sum runs over K in ascending steps into one accumulator, as in device/tile_matmul.cuh.
+#pragma once
+
+#include "device/ring.cuh"
+#include "device/tile_matmul.cuh"
+
+namespace cufuse {
+
+// kWarpgroupsM x kWarpgroupsN warpgroups multiply, kGroupM tiles of a cluster's height are walked
+// over side by side, and the last warpgroup starts kLag blocks after the first: while one finishes
+// a tile, the other has the tensor cores.
+template <int kBlockM_,
+          int kBlockN_,
+          int kWarpgroupsM_,
+          int kWarpgroupsN_,
+          int kStages_,
+          int kCluster_,
+          int kGroupM_,
+          int kLag_>
+struct WarpgroupShape {
+  static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_, kBlockK = 64;
+  static constexpr int kWarpgroupsM = kWarpgroupsM_, kWarpgroupsN = kWarpgroupsN_;
+  static constexpr int kStages = kStages_, kCluster = kCluster_;
+  static constexpr int kGroupM = kGroupM_, kLag = kLag_;
+  static constexpr int kMultipliers = kWarpgroupsM * kWarpgroupsN;
+  static constexpr int kThreads = (kMultipliers + 1) * 128;
+  static constexpr int kRows = kBlockM / kWarpgroupsM, kColumns = kBlockN / kWarpgroupsN;
+  static constexpr int kSlabs = kRows / 64, kSums = kColumns / 2;
+  static constexpr int kRowBytes = kBlockK * 2;
+  static constexpr int kStageBytes = (kBlockM + kBlockN) * kRowBytes;
+  static constexpr int kSharedRows = kBlockN / kCluster;  // weight rows that each CTA copies
+  // A warpgroup's results wait in boxes of 64 rows and columns for the copies that store them.
+  static constexpr int kBoxBytes = 64 * 128, kBoxes = 2;
+  static constexpr int kBoxesAt = kStages * kStageBytes;
+  static constexpr int kBarriersAt = kBoxesAt + kMultipliers * kBoxes * kBoxBytes;
+  static constexpr int kSharedBytes = kBarriersAt + 2 * kStages * 8;
+  // What 64 K registers leave: the warpgroup that copies needs few.
+  static constexpr int kFew = kMultipliers == 2 ? 40 : 32;
+  static constexpr int kMany = kMultipliers == 2 ? 232 : 160;
+  static_assert(kRows % 64 == 0 && kColumns % 64 == 0, "a warpgroup has whole boxes");
+  static_assert(kSlabs * kSums <= 128, "the sums have to fit into registers");
+  static_assert(kMultipliers >= 1 && kMultipliers <= 3, "registers are for three at most");
+  static_assert(kCluster == 1 || kCluster == 2, "clusters are pairs");
+  static_assert(kSharedRows % 8 == 0 && kSharedRows <= 256 && kBlockM <= 256, "boxes of a copy");
+  static_assert(kLag < kStages, "who waits for a block must not hold up its copy");
+};
+
+// Where results go: by tensor copies, or by the threads, where rows are not multiples of 16 bytes.
+enum class Stores { tensor, threads };
+
+#if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+template <typename Shape>
+struct WarpgroupRing {
+  using Cursor = RingCursor<Shape::kStages>;
+
+  static CUFUSE_DEVICE unsigned char* left(const Cursor& cursor) {
+    return dynamic_shared<unsigned char>() + cursor.stage * Shape::kStageBytes;
+  }
+  static CUFUSE_DEVICE unsigned char* right(const Cursor& cursor) {
+    return left(cursor) + Shape::kBlockM * Shape::kRowBytes;
+  }
+  static CUFUSE_DEVICE u64* full(int stage) {
+    return reinterpret_cast<u64*>(dynamic_shared<unsigned char>() + Shape::kBarriersAt) + stage;
+  }
+  static CUFUSE_DEVICE u64* empty(int stage) { return full(Shape::kStages + stage); }
+
+  // By one thread, before a barrier of the cluster.
+  static CUFUSE_DEVICE void init() {
+    for (int stage = 0; stage < Shape::kStages; ++stage) {
+      mbarrier_init(full(stage), 1);
+      mbarrier_init(empty(stage), Shape::kMultipliers * 4 * Shape::kCluster);
+    }
+    fence_mbarrier_init();
+  }
+
+  // A stage is free when no CTA of the cluster reads it: its weights come from all.
+  static CUFUSE_DEVICE void wait_empty(const Cursor& cursor) {
+    if constexpr (Shape::kCluster > 1) {
+      mbarrier_wait_cluster(empty(cursor.stage), cursor.round ^ 1);
+    } else {
+      mbarrier_wait(empty(cursor.stage), cursor.round ^ 1);
+    }
+  }
+
+  // By each warp that multiplies.
+  static CUFUSE_DEVICE void release(const Cursor& cursor) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (Shape::kCluster > 1) {
+      if (lane < Shape::kCluster) mbarrier_arrive_remote(empty(cursor.stage), lane);
+    } else {
+      if (lane == 0) mbarrier_arrive(empty(cursor.stage));
+    }
+  }
+};
+
+// The tiles of a CTA, in the order in which its cluster takes them.
+template <typename Shape>
+struct WarpgroupTiles {
+  int tiles_m, tiles_n, rank, step, next;
+
+  CUFUSE_DEVICE WarpgroupTiles(int rows, int n) {
+    tiles_m = (rows + Shape::kBlockM * Shape::kCluster - 1) / (Shape::kBlockM * Shape::kCluster);
+    tiles_n = (n + Shape::kBlockN - 1) / Shape::kBlockN;
+    rank = static_cast<int>(blockIdx.x) % Shape::kCluster;
+    step = static_cast<int>(gridDim.x) / Shape::kCluster;
+    next = static_cast<int>(blockIdx.x) / Shape::kCluster;
+  }
+
+  // Neighbours in time are neighbours in the matrix: L2 serves them.
+  CUFUSE_DEVICE bool take(int& first_row, int& first_column) {
+    if (next >= tiles_m * tiles_n) return false;
+    const int per_group = Shape::kGroupM * tiles_n;
+    const int group = next / per_group;
+    const int height = min(tiles_m - group * Shape::kGroupM, Shape::kGroupM);
+    const int rest = next - group * per_group;
+    first_row =
+        ((group * Shape::kGroupM + rest % height) * Shape::kCluster + rank) * Shape::kBlockM;
+    first_column = rest / height * Shape::kBlockN;
+    next += step;
+    return true;
+  }
+};
+
+// By one thread: all blocks of all tiles.
+template <typename Shape>
+CUFUSE_DEVICE void fill_warpgroup_ring(WarpgroupTiles<Shape> tiles,
+                                       const TensorMap& x,
+                                       const TensorMap& w,
+                                       int k) {
+  using Ring = WarpgroupRing<Shape>;
+  const int blocks = (k + Shape::kBlockK - 1) / Shape::kBlockK;
+  const int share = tiles.rank * Shape::kSharedRows;
+  typename Ring::Cursor cursor;
+  int first_row, first_column;
+  while (tiles.take(first_row, first_column)) {
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block) {
+      Ring::wait_empty(cursor);
+      u64* full = Ring::full(cursor.stage);
+      mbarrier_arrive_expect_tx(full, Shape::kStageBytes);
+      const int column = block * Shape::kBlockK;
+      copy_tensor(Ring::left(cursor), x, first_row, column, full);
+      if constexpr (Shape::kCluster > 1) {
+        copy_tensor(Ring::right(cursor) + share * Shape::kRowBytes, w, first_column + share, column,
+                    full, (1u << Shape::kCluster) - 1);
+      } else {
+        copy_tensor(Ring::right(cursor), w, first_column, column, full);
+      }
+      cursor.template advance<1>();
+    }
+  }
+}
+
+// The accumulators of a thread.
+template <typename Shape>
+struct WarpgroupSums {
+  float d[Shape::kSlabs][Shape::kSums];
+};
+
+// By a warpgroup: its part of one tile.
+template <typename Shape, typename T>
+CUFUSE_DEVICE void multiply_warpgroup_tile(WarpgroupSums<Shape>& sums,
+                                           typename WarpgroupRing<Shape>::Cursor& cursor,
+                                           int warpgroup,
+                                           int k) {
+  using Ring = WarpgroupRing<Shape>;
+  constexpr int kSlabs = Shape::kSlabs;
+  const int blocks = (k + Shape::kBlockK - 1) / Shape::kBlockK;
+  const int left = warpgroup / Shape::kWarpgroupsN * Shape::kRows * Shape::kRowBytes;
+  const int right = warpgroup % Shape::kWarpgroupsN * Shape::kColumns * Shape::kRowBytes;
+  typename Ring::Cursor before = cursor;
+  wgmma_fence(sums.d[0], sums.d[kSlabs - 1]);
+#pragma unroll 1
+  for (int block = 0; block < blocks; ++block) {
+    mbarrier_wait(Ring::full(cursor.stage), cursor.round);
+    const u64 a = wgmma_descriptor<128>(Ring::left(cursor) + left, 0, 1024);
+    const u64 b = wgmma_descriptor<128>(Ring::right(cursor) + right, 0, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Shape::kBlockK / 16; ++step) {
+#pragma unroll
+      for (int slab = 0; slab < kSlabs; ++slab) {
+        wgmma<T>(sums.d[slab], wgmma_advance(a, slab * 64 * Shape::kRowBytes + step * 32),
+                 wgmma_advance(b, step * 32), block + step > 0);
+      }
+    }
+    wgmma_commit();
+    if (block > 0) {
+      wgmma_wait<1>();  // the block before this one
+      Ring::release(before);
+    }
+    before = cursor;
+    cursor.template advance<1>();
+  }
+  wgmma_wait<0>(sums.d[0], sums.d[kSlabs - 1]);
+  Ring::release(before);
+}
+
+// Finish a warpgroup's part of a tile: f(row, column, low, high) makes the results of two
+// neighbouring columns from their sums. `box` counts the boxes of shared memory that were used.
+template <typename Shape, typename T, typename F>
+CUFUSE_DEVICE void store_warpgroup_tile(WarpgroupSums<Shape>& sums,
+                                        const TensorMap& y,
+                                        int first_row,
+                                        int first_column,
+                                        int warpgroup,
+                                        int& box,
+                                        F f) {
+  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+  unsigned char* boxes = dynamic_shared<unsigned char>() + Shape::kBoxesAt +
+                         warpgroup * Shape::kBoxes * Shape::kBoxBytes;
+  first_row += warpgroup / Shape::kWarpgroupsN * Shape::kRows;
+  first_column += warpgroup % Shape::kWarpgroupsN * Shape::kColumns;
+  const u32 barrier = 1 + warpgroup;
+#pragma unroll
+  for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+#pragma unroll
+    for (int chunk = 0; chunk < Shape::kColumns / 64; ++chunk) {
+      const int row = first_row + slab * 64 + warp * 16 + lane / 4;
+      const int column = first_column + chunk * 64 + lane % 4 * 2;
+      u32 results[8][2];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float* c = &sums.d[slab][(chunk * 8 + j) * 4];
+        results[j][0] = f(row, column + j * 8, c[0], c[1]);
+        results[j][1] = f(row + 8, column + j * 8, c[2], c[3]);
+      }
+      // The box was read by the copy before the last.
+      if (thread == 0) store_bulk_wait_read<Shape::kBoxes - 1>();
+      barrier_sync(barrier, 128);
+      unsigned char* to = boxes + box * Shape::kBoxBytes;
+      const int place = (warp * 16 + lane % 16) * 128;
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        const u32 pair[4] = {results[j][0], results[j][1], results[j + 1][0], results[j + 1][1]};
+        store_matrix(to + swizzle<128>(place + (j + lane / 16) * 16), pair);
+      }
+      fence_proxy_async();
+      barrier_sync(barrier, 128);
+      if (thread == 0) {
+        store_tensor(y, first_row + slab * 64, first_column + chunk * 64, to);
+        store_bulk_commit();
+      }
+      box ^= 1;
+    }
+  }
+}
+
+// The same by threads: f(row, column, low, high) stores.
+template <typename Shape, typename F>
+CUFUSE_DEVICE void visit_warpgroup_tile(
+    WarpgroupSums<Shape>& sums, int first_row, int first_column, int warpgroup, F f) {
+  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+  const int row = first_row + warpgroup / Shape::kWarpgroupsN * Shape::kRows + warp * 16 + lane / 4;
+  const int column =
+      first_column + warpgroup % Shape::kWarpgroupsN * Shape::kColumns + lane % 4 * 2;
+#pragma unroll
+  for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+#pragma unroll
+    for (int j = 0; j < Shape::kColumns / 8; ++j) {
+      const float* c = &sums.d[slab][j * 4];
+      f(row + slab * 64, column + j * 8, c[0], c[1]);
+      f(row + slab * 64 + 8, column + j * 8, c[2], c[3]);
+    }
+  }
+}
+
+#endif  // sm_90a
+
+}  // namespace cufuse

@@ -1,0 +1,99 @@
+// y = act(x w^T + b) + residual for many rows of 16-bit values, on sm_90a: CTAs that stay walk over
+// the tiles, copies and products run beside each other (device/warpgroup_tiles.cuh), and everything
+// between the sum and the store happens in float32. Bounded by the tensor cores.
+// instantiate: linear_warpgroups<bfloat16, Act::gelu, Stores::tensor, 128, 256, 2, 1, 4, 2, 8, 0>
+// instantiate: linear_warpgroups<half, Act::none, Stores::tensor, 128, 256, 2, 1, 4, 1, 8, 2>
+// instantiate: linear_warpgroups<bfloat16, Act::silu, Stores::threads, 128, 128, 2, 1, 6, 2, 8, 0>
+// instantiate: linear_warpgroups<bfloat16, Act::gelu_tanh, Stores::tensor, 256, 128, 2, 1, 4, 1, 8, 0>
+#include "device/tile_epilogue.cuh"
+#include "device/warpgroup_tiles.cuh"
+
+namespace cufuse {
+
+template <typename T>
+struct LinearWarpgroupsArgs {
+  TensorMap x_map;    // x in boxes of kBlockM rows
+  TensorMap w_map;    // w in boxes of the rows that a CTA of the cluster copies
+  TensorMap y_map;    // y in boxes of 64 rows; none for Stores::threads
+  const T* x;         // [rows, k]
+  const T* w;         // [n, k]
+  const T* b;         // [n]; may be null
+  const T* residual;  // [rows, n]; may be null
+  T* y;               // [rows, n]; may be residual
+  int rows;
+  int n;
+  int k;
+};
+
+template <typename T,
+          Act kAct,
+          Stores kStores,
+          int kBlockM,
+          int kBlockN,
+          int kWarpgroupsM,
+          int kWarpgroupsN,
+          int kStages,
+          int kCluster,
+          int kGroupM,
+          int kLag>
+__global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN + 1) * 128, 1)
+    linear_warpgroups(const __grid_constant__ LinearWarpgroupsArgs<T> args) {
+#if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Shape = WarpgroupShape<kBlockM, kBlockN, kWarpgroupsM, kWarpgroupsN, kStages, kCluster,
+                               kGroupM, kLag>;
+  using Ring = WarpgroupRing<Shape>;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int warpgroup = uniform(thread / 128);
+  if (thread == 0) {
+    prefetch_map(args.x_map);
+    prefetch_map(args.w_map);
+    Ring::init();
+  }
+  if constexpr (kCluster > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+
+  WarpgroupTiles<Shape> tiles(args.rows, args.n);
+  if (warpgroup == Shape::kMultipliers) {
+    if constexpr (Shape::kMultipliers > 1) give_registers<Shape::kFew>();
+    if (thread == Shape::kMultipliers * 128) {
+      fill_warpgroup_ring<Shape>(tiles, args.x_map, args.w_map, args.k);
+    }
+  } else {
+    if constexpr (Shape::kMultipliers > 1) take_registers<Shape::kMany>();
+    WarpgroupSums<Shape> sums;
+    typename Ring::Cursor cursor;
+    int first_row, first_column, box = 0;
+    if constexpr (kLag > 0) {
+      const bool last = warpgroup == Shape::kMultipliers - 1;
+      if (last && kLag * Shape::kBlockK < args.k && tiles.next < tiles.tiles_m * tiles.tiles_n) {
+        mbarrier_wait(Ring::full(kLag), 0);
+      }
+    }
+    while (tiles.take(first_row, first_column)) {
+      multiply_warpgroup_tile<Shape, T>(sums, cursor, warpgroup, args.k);
+      if constexpr (kStores == Stores::tensor) {
+        store_warpgroup_tile<Shape, T>(sums, args.y_map, first_row, first_column, warpgroup, box,
+                                       [&](int row, int column, float low, float high) {
+                                         return finish_pair<kAct>(args, row, column, low, high);
+                                       });
+      } else {
+        visit_warpgroup_tile<Shape>(sums, first_row, first_column, warpgroup,
+                                    [&](int row, int column, float low, float high) {
+                                      const float values[2] = {low, high};
+                                      store_linear<kAct>(args, row, column, values);
+                                    });
+      }
+    }
+    if constexpr (kStores == Stores::tensor) {
+      if (thread % 128 == 0) store_bulk_wait<0>();
+    }
+  }
+  // Copies and arrivals of the others must find this CTA's shared memory.
+  if constexpr (kCluster > 1) cluster_sync();
+#endif
+}
+
+}  // namespace cufuse

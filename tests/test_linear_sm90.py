@@ -1,0 +1,133 @@
+"""linear by warpgroups of sm_90a, on the CPU twin: tails, clusters, stores and the epilogue."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from conftest import assert_close, poisoned
+
+from cufuse import device, jit, ops, reference, tensor_map, tiles
+from cufuse.device import bfloat16
+from cufuse.tiles import WarpgroupTile
+
+pytestmark = pytest.mark.cpu_kernels
+
+TILES = {
+    "pair": WarpgroupTile(128, 128, 2, 1, 3, 2, 2, 0, 1.0),
+    "single": WarpgroupTile(128, 128, 2, 1, 3, 1, 2, 0, 1.0),
+    "lag": WarpgroupTile(128, 64, 2, 1, 4, 2, 2, 2, 1.0),
+    "columns": WarpgroupTile(64, 128, 1, 2, 2, 1, 3, 0, 1.0),
+    "one warpgroup": WarpgroupTile(64, 64, 1, 1, 2, 2, 8, 0, 1.0),
+    "slabs": WarpgroupTile(256, 64, 2, 1, 2, 1, 1, 0, 1.0),
+    "largest": WarpgroupTile(128, 256, 2, 1, 4, 2, 8, 0, 1.0),
+}
+
+
+@pytest.fixture
+def by_warpgroups(monkeypatch):
+    """Let the twin take one tile of sm_90a, for any number of rows that are not few."""
+
+    def take(name, ctas=4):
+        tile = TILES[name]
+        target = tiles.Target("90a", ctas, 227 * 1024)
+        monkeypatch.setattr(tiles, "TWIN", target)
+        monkeypatch.setattr(tiles, "_WARPGROUPS", (tile,))
+        monkeypatch.setattr(tiles, "WARPGROUP_ROWS", tiles.MAX_ROWS)
+        tiles.choose.cache_clear()
+        assert tiles.choose("linear", target, 9, 8, 8, np.dtype(bfloat16)) is tile
+        return tile
+
+    yield take
+    tiles.choose.cache_clear()
+
+
+def inputs(rng, m, n, k, dtype):
+    x = rng.standard_normal((m, k)).astype(dtype)
+    w = (rng.standard_normal((n, k)) / math.sqrt(k)).astype(dtype)
+    b, residual = rng.standard_normal(n).astype(dtype), rng.standard_normal((m, n)).astype(dtype)
+    return x, w, b, residual
+
+
+def double(*arrays):
+    return [np.asarray(a, np.float64) for a in arrays]
+
+
+def check(rng, m, n, k, dtype, activation="gelu", plain=False):
+    x, w, b, residual = inputs(rng, m, n, k, dtype)
+    to = device.twin
+    out = poisoned((m, n), dtype, to)
+    with jit.record() as made:
+        if plain:
+            ops.linear(to(x), to(w), out=out)
+        else:
+            ops.linear(to(x), to(w), to(b), activation=activation, residual=to(residual), out=out)
+    assert [launch.kernel for launch in made.launches] == ["linear_warpgroups"]
+    x, w, b, residual = double(x, w, b, residual)
+    if plain:
+        wanted = reference.linear(x, w)
+    else:
+        wanted = reference.linear(x, w, b, activation=activation, residual=residual)
+    assert_close(out, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("m, n, k", [(9, 1, 8), (33, 7, 72), (130, 136, 264), (300, 130, 136)])
+@pytest.mark.parametrize("tile", ["pair", "single"])
+def test_warpgroups_match_float64(by_warpgroups, rng, tile, m, n, k, dtype):
+    by_warpgroups(tile)
+    check(rng, m, n, k, dtype)
+
+
+@pytest.mark.parametrize("tile", ["lag", "columns", "one warpgroup", "slabs", "largest"])
+def test_tiles_of_every_kind_match_float64(by_warpgroups, rng, tile):
+    by_warpgroups(tile, ctas=2)
+    check(rng, 150, 264, 328, bfloat16, "silu")
+
+
+def test_a_product_alone(by_warpgroups, rng):
+    by_warpgroups("pair")
+    check(rng, 33, 72, 200, np.float16, plain=True)
+
+
+def test_residual_may_be_the_output(by_warpgroups, rng):
+    by_warpgroups("pair")
+    x, w, _, residual = inputs(rng, 70, 136, 136, bfloat16)
+    out = device.twin(residual.copy())
+    ops.linear(device.twin(x), device.twin(w), residual=out, out=out)
+    wanted = reference.linear(*double(x, w), residual=double(residual)[0])
+    assert_close(out, wanted, bfloat16)
+
+
+def test_no_order_of_copies_changes_a_bit(by_warpgroups, rng):
+    by_warpgroups("pair", ctas=2)
+    x, w, b, _ = map(device.twin, inputs(rng, 140, 72, 328, bfloat16))
+    results = set()
+    for seed in range(4):
+        with jit.twin_seed(seed):
+            results.add(ops.linear(x, w, b, activation="gelu").tobytes())
+    assert len(results) == 1
+
+
+def test_rows_that_copies_cannot_reach_go_to_warps(by_warpgroups, rng):
+    by_warpgroups("pair")
+    x, w, _, _ = inputs(rng, 20, 24, 68, bfloat16)
+    with jit.record() as made:
+        got = ops.linear(device.twin(x), device.twin(w))
+    assert [launch.kernel for launch in made.launches] == ["linear_tiles"]
+    assert_close(got, reference.linear(*double(x, w)), bfloat16)
+
+
+def test_a_map_says_what_it_wants():
+    with pytest.raises(ValueError, match="rows of a multiple of 16 bytes"):
+        tensor_map.rows(device.twin(np.zeros((4, 9), np.float16)), 4)
+    with pytest.raises(ValueError, match="wanted 1 to 256"):
+        tensor_map.rows(device.twin(np.zeros((4, 8), np.float16)), 257)
+
+
+def test_shared_bytes_are_those_of_the_kernel():
+    tile = TILES["largest"]
+    assert tile.shared_bytes(2) == 4 * 384 * 128 + 4 * 8192 + 64
+    assert dataclasses.replace(tile, stages=3).shared_bytes(2) < tile.shared_bytes(2)
