@@ -181,6 +181,7 @@ class WarpgroupTile:
     cluster: int
     group_m: int
     lag: int
+    splits: int  # CTAs that share a tile's K: what a sum's order depends on
     rate: float  # as MatmulTile has it
 
     @property
@@ -195,6 +196,7 @@ class WarpgroupTile:
             self.cluster,
             self.group_m,
             self.lag,
+            self.splits,
         )
 
     @property
@@ -202,13 +204,18 @@ class WarpgroupTile:
         """Weight rows that each CTA of a cluster copies, to all of them."""
         return self.block_n // self.cluster
 
-    def count(self, m: int, n_weight_rows: int) -> int:
+    def tiles(self, m: int, n_weight_rows: int) -> int:
         """Tiles of a product, whole clusters of them."""
-        return (
-            -(-m // (self.block_m * self.cluster))
-            * self.cluster
-            * -(-n_weight_rows // self.block_n)
-        )
+        clusters = -(-m // (self.block_m * self.cluster)) * -(-n_weight_rows // self.block_n)
+        return clusters * self.cluster
+
+    def count(self, m: int, n_weight_rows: int) -> int:
+        """Tiles of a product, each as often as it has splits."""
+        return self.tiles(m, n_weight_rows) * self.splits
+
+    def fits(self, target: Target, k: int) -> bool:
+        """Tell whether a CTA has the shared memory, and each split a block of K."""
+        return self.shared_bytes(2) <= target.shared_bytes and -(-k // 64) >= self.splits
 
     def launch_shape(
         self, target: Target, m: int, n_weight_rows: int, itemsize: int
@@ -221,7 +228,15 @@ class WarpgroupTile:
     def shared_bytes(self, itemsize: int) -> int:
         """Dynamic shared memory, as WarpgroupShape::kSharedBytes has it."""
         boxes = self.warpgroups_m * self.warpgroups_n * 2 * 64 * 128
-        return self.stages * (self.block_m + self.block_n) * 128 + boxes + 2 * self.stages * 8
+        return self.stages * ((self.block_m + self.block_n) * 128 + 16) + boxes + 16
+
+    def split_bytes(self, m: int, n_weight_rows: int) -> tuple[int, int]:
+        """Global memory in which the splits of a tile meet: of sums, and of counters."""
+        if self.splits == 1:
+            return 0, 0
+        tiles = self.tiles(m, n_weight_rows)
+        sums = tiles * self.splits * self.block_m * self.block_n * 4
+        return sums, tiles * self.warpgroups_m * self.warpgroups_n * 4
 
 
 Tile = RowsTile | MatmulTile | WarpgroupTile
@@ -263,9 +278,9 @@ _PACKED_WARPGROUPS = (
 )
 # With wgmma and tensor copies; not yet measured.
 _WARPGROUPS = (
-    WarpgroupTile(128, 256, 2, 1, 4, 2, 8, 0, 1.0),
-    WarpgroupTile(128, 128, 2, 1, 6, 2, 8, 0, 0.8),
-    WarpgroupTile(128, 64, 2, 1, 6, 1, 8, 0, 0.5),
+    WarpgroupTile(128, 256, 2, 1, 4, 2, 8, 0, 1, 1.0),
+    WarpgroupTile(128, 128, 2, 1, 6, 2, 8, 0, 1, 0.8),
+    WarpgroupTile(128, 64, 2, 1, 6, 1, 8, 0, 1, 0.5),
 )
 _PACKED_FFMA = (
     PackedMatmulTile(128, 128, 16, 4, 2, 2, 1.0),
@@ -294,9 +309,9 @@ def choose(op: str, target: Target, m: int, n: int, k: int, dtype: Any) -> Tile:
             return tile
     # Rows that are no multiple of 16 bytes are out of the reach of tensor copies.
     if op in WARPGROUP_OPS and itemsize == 2 and target.arch == "90a" and k % 8 == 0:
-        fitting = [t for t in _WARPGROUPS if t.shared_bytes(itemsize) <= target.shared_bytes]
+        fitting = tuple(tile for tile in _WARPGROUPS if tile.fits(target, k))
         if fitting and k and m > WARPGROUP_ROWS:
-            return _cheapest(tuple(fitting), target, m, n, itemsize)
+            return _cheapest(fitting, target, m, n, itemsize)
     return choose_warps(op, target, m, n, itemsize)
 
 

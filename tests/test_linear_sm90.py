@@ -16,13 +16,15 @@ from cufuse.tiles import WarpgroupTile
 pytestmark = pytest.mark.cpu_kernels
 
 TILES = {
-    "pair": WarpgroupTile(128, 128, 2, 1, 3, 2, 2, 0, 1.0),
-    "single": WarpgroupTile(128, 128, 2, 1, 3, 1, 2, 0, 1.0),
-    "lag": WarpgroupTile(128, 64, 2, 1, 4, 2, 2, 2, 1.0),
-    "columns": WarpgroupTile(64, 128, 1, 2, 2, 1, 3, 0, 1.0),
-    "one warpgroup": WarpgroupTile(64, 64, 1, 1, 2, 2, 8, 0, 1.0),
-    "slabs": WarpgroupTile(256, 64, 2, 1, 2, 1, 1, 0, 1.0),
-    "largest": WarpgroupTile(128, 256, 2, 1, 4, 2, 8, 0, 1.0),
+    "pair": WarpgroupTile(128, 128, 2, 1, 3, 2, 2, 0, 1, 1.0),
+    "single": WarpgroupTile(128, 128, 2, 1, 3, 1, 2, 0, 1, 1.0),
+    "lag": WarpgroupTile(128, 64, 2, 1, 4, 2, 2, 2, 1, 1.0),
+    "columns": WarpgroupTile(64, 128, 1, 2, 2, 1, 3, 0, 1, 1.0),
+    "one warpgroup": WarpgroupTile(64, 64, 1, 1, 2, 2, 8, 0, 1, 1.0),
+    "slabs": WarpgroupTile(256, 64, 2, 1, 2, 1, 1, 0, 1, 1.0),
+    "largest": WarpgroupTile(128, 256, 2, 1, 4, 2, 8, 0, 1, 1.0),
+    "splits": WarpgroupTile(128, 64, 2, 1, 2, 1, 8, 0, 3, 1.0),
+    "splits of pairs": WarpgroupTile(64, 64, 1, 1, 2, 2, 8, 0, 2, 1.0),
 }
 
 
@@ -37,7 +39,7 @@ def by_warpgroups(monkeypatch):
         monkeypatch.setattr(tiles, "_WARPGROUPS", (tile,))
         monkeypatch.setattr(tiles, "WARPGROUP_ROWS", tiles.MAX_ROWS)
         tiles.choose.cache_clear()
-        assert tiles.choose("linear", target, 9, 8, 8, np.dtype(bfloat16)) is tile
+        assert tiles.choose("linear", target, 9, 8, 256, np.dtype(bfloat16)) is tile
         return tile
 
     yield take
@@ -81,7 +83,7 @@ def test_warpgroups_match_float64(by_warpgroups, rng, tile, m, n, k, dtype):
     check(rng, m, n, k, dtype)
 
 
-@pytest.mark.parametrize("tile", ["lag", "columns", "one warpgroup", "slabs", "largest"])
+@pytest.mark.parametrize("tile", [name for name in TILES if name not in ("pair", "single")])
 def test_tiles_of_every_kind_match_float64(by_warpgroups, rng, tile):
     by_warpgroups(tile, ctas=2)
     check(rng, 150, 264, 328, bfloat16, "silu")
@@ -101,8 +103,19 @@ def test_residual_may_be_the_output(by_warpgroups, rng):
     assert_close(out, wanted, bfloat16)
 
 
-def test_no_order_of_copies_changes_a_bit(by_warpgroups, rng):
-    by_warpgroups("pair", ctas=2)
+def test_results_without_words_go_through_threads(by_warpgroups, rng):
+    by_warpgroups("splits")
+    check(rng, 33, 37, 328, np.float16)
+
+
+def test_a_k_with_fewer_blocks_than_splits_goes_elsewhere(by_warpgroups):
+    tile = by_warpgroups("splits")
+    assert tile.fits(tiles.TWIN, 136) and not tile.fits(tiles.TWIN, 128)
+
+
+@pytest.mark.parametrize("tile", ["pair", "splits", "splits of pairs"])
+def test_no_order_of_copies_changes_a_bit(by_warpgroups, rng, tile):
+    by_warpgroups(tile, ctas=4)
     x, w, b, _ = map(device.twin, inputs(rng, 140, 72, 328, bfloat16))
     results = set()
     for seed in range(4):
@@ -129,5 +142,5 @@ def test_a_map_says_what_it_wants():
 
 def test_shared_bytes_are_those_of_the_kernel():
     tile = TILES["largest"]
-    assert tile.shared_bytes(2) == 4 * 384 * 128 + 4 * 8192 + 64
+    assert tile.shared_bytes(2) == 4 * 384 * 128 + 4 * 8192 + 64 + 16
     assert dataclasses.replace(tile, stages=3).shared_bytes(2) < tile.shared_bytes(2)

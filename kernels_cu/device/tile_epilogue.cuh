@@ -36,8 +36,8 @@ CUFUSE_DEVICE u32 finish_pair(const Args<T>& args, int row, int column, float lo
     low += first;
     high += second;
   }
-  low = activate<kAct>(low);
-  high = activate<kAct>(high);
+  low = activate_for_16_bits<kAct>(low);
+  high = activate_for_16_bits<kAct>(high);
   if (args.residual && inside) {
     float first, second;
     const i64 at = static_cast<i64>(row) * args.n + column;

@@ -3,7 +3,8 @@
 // the next tile; the other warpgroups multiply by wgmma and finish their part of a tile. The CTAs
 // of a cluster take tiles below each other: each copies its share of the weights to all of them.
 //
-// Every sum runs over K in ascending steps into one accumulator, as in device/tile_matmul.cuh.
+// Every sum runs over K in ascending steps into one accumulator, as in device/tile_matmul.cuh, or
+// into one for each split, added in the same order.
 #pragma once
 
 #include "device/ring.cuh"
@@ -13,7 +14,8 @@ namespace cufuse {
 
 // kWarpgroupsM x kWarpgroupsN warpgroups multiply, kGroupM tiles of a cluster's height are walked
 // over side by side, and the last warpgroup starts kLag blocks after the first: while one finishes
-// a tile, the other has the tensor cores.
+// a tile, the other has the tensor cores. kSplits > 1: so many CTAs share the K of a tile, which
+// has as many blocks at least.
 template <int kBlockM_,
           int kBlockN_,
           int kWarpgroupsM_,
@@ -21,12 +23,14 @@ template <int kBlockM_,
           int kStages_,
           int kCluster_,
           int kGroupM_,
-          int kLag_>
+          int kLag_,
+          int kSplits_>
 struct WarpgroupShape {
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_, kBlockK = 64;
   static constexpr int kWarpgroupsM = kWarpgroupsM_, kWarpgroupsN = kWarpgroupsN_;
   static constexpr int kStages = kStages_, kCluster = kCluster_;
   static constexpr int kGroupM = kGroupM_, kLag = kLag_;
+  static constexpr int kSplits = kSplits_;
   static constexpr int kMultipliers = kWarpgroupsM * kWarpgroupsN;
   static constexpr int kThreads = (kMultipliers + 1) * 128;
   static constexpr int kRows = kBlockM / kWarpgroupsM, kColumns = kBlockN / kWarpgroupsN;
@@ -38,7 +42,8 @@ struct WarpgroupShape {
   static constexpr int kBoxBytes = 64 * 128, kBoxes = 2;
   static constexpr int kBoxesAt = kStages * kStageBytes;
   static constexpr int kBarriersAt = kBoxesAt + kMultipliers * kBoxes * kBoxBytes;
-  static constexpr int kSharedBytes = kBarriersAt + 2 * kStages * 8;
+  static constexpr int kLastAt = kBarriersAt + 2 * kStages * 8;  // a word of each warpgroup
+  static constexpr int kSharedBytes = kLastAt + 16;
   // What 64 K registers leave: the warpgroup that copies needs few.
   static constexpr int kFew = kMultipliers == 2 ? 40 : 32;
   static constexpr int kMany = kMultipliers == 2 ? 232 : 160;
@@ -99,12 +104,20 @@ struct WarpgroupRing {
   }
 };
 
+// A tile, and the part of its K that a CTA takes.
+struct WarpgroupTile {
+  int row, column;  // the first ones
+  int number, split;
+  int first_block, last_block;  // the latter is not taken
+};
+
 // The tiles of a CTA, in the order in which its cluster takes them.
 template <typename Shape>
 struct WarpgroupTiles {
-  int tiles_m, tiles_n, rank, step, next;
+  int tiles_m, tiles_n, blocks, rank, step, next;
 
-  CUFUSE_DEVICE WarpgroupTiles(int rows, int n) {
+  CUFUSE_DEVICE WarpgroupTiles(int rows, int n, int k) {
+    blocks = (k + Shape::kBlockK - 1) / Shape::kBlockK;
     tiles_m = (rows + Shape::kBlockM * Shape::kCluster - 1) / (Shape::kBlockM * Shape::kCluster);
     tiles_n = (n + Shape::kBlockN - 1) / Shape::kBlockN;
     rank = static_cast<int>(blockIdx.x) % Shape::kCluster;
@@ -113,15 +126,19 @@ struct WarpgroupTiles {
   }
 
   // Neighbours in time are neighbours in the matrix: L2 serves them.
-  CUFUSE_DEVICE bool take(int& first_row, int& first_column) {
-    if (next >= tiles_m * tiles_n) return false;
+  CUFUSE_DEVICE bool take(WarpgroupTile& tile) {
+    if (next >= tiles_m * tiles_n * Shape::kSplits) return false;
+    const int index = next / Shape::kSplits;
     const int per_group = Shape::kGroupM * tiles_n;
-    const int group = next / per_group;
+    const int group = index / per_group;
     const int height = min(tiles_m - group * Shape::kGroupM, Shape::kGroupM);
-    const int rest = next - group * per_group;
-    first_row =
-        ((group * Shape::kGroupM + rest % height) * Shape::kCluster + rank) * Shape::kBlockM;
-    first_column = rest / height * Shape::kBlockN;
+    const int rest = index - group * per_group;
+    tile.row = ((group * Shape::kGroupM + rest % height) * Shape::kCluster + rank) * Shape::kBlockM;
+    tile.column = rest / height * Shape::kBlockN;
+    tile.number = index * Shape::kCluster + rank;
+    tile.split = next - index * Shape::kSplits;
+    tile.first_block = blocks * tile.split / Shape::kSplits;
+    tile.last_block = blocks * (tile.split + 1) / Shape::kSplits;
     next += step;
     return true;
   }
@@ -131,26 +148,24 @@ struct WarpgroupTiles {
 template <typename Shape>
 CUFUSE_DEVICE void fill_warpgroup_ring(WarpgroupTiles<Shape> tiles,
                                        const TensorMap& x,
-                                       const TensorMap& w,
-                                       int k) {
+                                       const TensorMap& w) {
   using Ring = WarpgroupRing<Shape>;
-  const int blocks = (k + Shape::kBlockK - 1) / Shape::kBlockK;
   const int share = tiles.rank * Shape::kSharedRows;
   typename Ring::Cursor cursor;
-  int first_row, first_column;
-  while (tiles.take(first_row, first_column)) {
+  WarpgroupTile tile;
+  while (tiles.take(tile)) {
 #pragma unroll 1
-    for (int block = 0; block < blocks; ++block) {
+    for (int block = tile.first_block; block < tile.last_block; ++block) {
       Ring::wait_empty(cursor);
       u64* full = Ring::full(cursor.stage);
       mbarrier_arrive_expect_tx(full, Shape::kStageBytes);
       const int column = block * Shape::kBlockK;
-      copy_tensor(Ring::left(cursor), x, first_row, column, full);
+      copy_tensor(Ring::left(cursor), x, tile.row, column, full);
       if constexpr (Shape::kCluster > 1) {
-        copy_tensor(Ring::right(cursor) + share * Shape::kRowBytes, w, first_column + share, column,
+        copy_tensor(Ring::right(cursor) + share * Shape::kRowBytes, w, tile.column + share, column,
                     full, (1u << Shape::kCluster) - 1);
       } else {
-        copy_tensor(Ring::right(cursor), w, first_column, column, full);
+        copy_tensor(Ring::right(cursor), w, tile.column, column, full);
       }
       cursor.template advance<1>();
     }
@@ -168,10 +183,9 @@ template <typename Shape, typename T>
 CUFUSE_DEVICE void multiply_warpgroup_tile(WarpgroupSums<Shape>& sums,
                                            typename WarpgroupRing<Shape>::Cursor& cursor,
                                            int warpgroup,
-                                           int k) {
+                                           int blocks) {
   using Ring = WarpgroupRing<Shape>;
   constexpr int kSlabs = Shape::kSlabs;
-  const int blocks = (k + Shape::kBlockK - 1) / Shape::kBlockK;
   const int left = warpgroup / Shape::kWarpgroupsN * Shape::kRows * Shape::kRowBytes;
   const int right = warpgroup % Shape::kWarpgroupsN * Shape::kColumns * Shape::kRowBytes;
   typename Ring::Cursor before = cursor;
@@ -200,6 +214,53 @@ CUFUSE_DEVICE void multiply_warpgroup_tile(WarpgroupSums<Shape>& sums,
   }
   wgmma_wait<0>(sums.d[0], sums.d[kSlabs - 1]);
   Ring::release(before);
+}
+
+// Leave a warpgroup's sums of a part of K for the last of the tile's CTAs, which adds all of them
+// in the order of K and goes on: true. `partials` has room for every part, `counters` a word for
+// each warpgroup of each tile, zero before and after.
+template <typename Shape>
+CUFUSE_DEVICE bool add_splits(WarpgroupSums<Shape>& sums,
+                              const WarpgroupTile& tile,
+                              int warpgroup,
+                              float* partials,
+                              u32* counters) {
+  constexpr int kVectors = Shape::kSlabs * Shape::kSums / 4;
+  const int thread = threadIdx.x % 128;
+  const int part = tile.number * Shape::kMultipliers + warpgroup;
+  float4* all = reinterpret_cast<float4*>(partials) +
+                static_cast<i64>(part) * Shape::kSplits * kVectors * 128 + thread;
+  u32* last = reinterpret_cast<u32*>(dynamic_shared<unsigned char>() + Shape::kLastAt) + warpgroup;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const float* c = &sums.d[i * 4 / Shape::kSums][i * 4 % Shape::kSums];
+    all[(tile.split * kVectors + i) * 128] = make_float4(c[0], c[1], c[2], c[3]);
+  }
+  __threadfence();
+  barrier_sync(1 + warpgroup, 128);
+  if (thread == 0) {
+    const bool is_last = add_acq_rel(counters + part, 1) == Shape::kSplits - 1;
+    if (is_last) store_word<Order::relaxed>(counters + part, 0);
+    *last = is_last;
+  }
+  barrier_sync(1 + warpgroup, 128);
+  if (!*last) return false;
+  __threadfence();
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    float* c = &sums.d[i * 4 / Shape::kSums][i * 4 % Shape::kSums];
+    float4 sum = all[i * 128];
+#pragma unroll
+    for (int split = 1; split < Shape::kSplits; ++split) {
+      const float4 more = all[(split * kVectors + i) * 128];
+      sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
+    }
+    c[0] = sum.x;
+    c[1] = sum.y;
+    c[2] = sum.z;
+    c[3] = sum.w;
+  }
+  return true;
 }
 
 // Finish a warpgroup's part of a tile: f(row, column, low, high) makes the results of two

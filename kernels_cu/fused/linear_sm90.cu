@@ -1,10 +1,11 @@
 // y = act(x w^T + b) + residual for many rows of 16-bit values, on sm_90a: CTAs that stay walk over
 // the tiles, copies and products run beside each other (device/warpgroup_tiles.cuh), and everything
 // between the sum and the store happens in float32. Bounded by the tensor cores.
-// instantiate: linear_warpgroups<bfloat16, Act::gelu, Stores::tensor, 128, 256, 2, 1, 4, 2, 8, 0>
-// instantiate: linear_warpgroups<half, Act::none, Stores::tensor, 128, 256, 2, 1, 4, 1, 8, 2>
-// instantiate: linear_warpgroups<bfloat16, Act::silu, Stores::threads, 128, 128, 2, 1, 6, 2, 8, 0>
-// instantiate: linear_warpgroups<bfloat16, Act::gelu_tanh, Stores::tensor, 256, 128, 2, 1, 4, 1, 8, 0>
+// instantiate: linear_warpgroups<bfloat16, Act::gelu, Stores::tensor, 128, 256, 2, 1, 4, 2, 8, 0, 1>
+// instantiate: linear_warpgroups<half, Act::none, Stores::tensor, 128, 256, 2, 1, 4, 1, 8, 2, 1>
+// instantiate: linear_warpgroups<bfloat16, Act::silu, Stores::threads, 128, 128, 2, 1, 6, 2, 8, 0, 1>
+// instantiate: linear_warpgroups<bfloat16, Act::gelu, Stores::tensor, 128, 128, 2, 1, 6, 2, 8, 0, 4>
+// instantiate: linear_warpgroups<bfloat16, Act::gelu_tanh, Stores::tensor, 256, 128, 2, 1, 4, 1, 8, 0, 1>
 #include "device/tile_epilogue.cuh"
 #include "device/warpgroup_tiles.cuh"
 
@@ -20,6 +21,8 @@ struct LinearWarpgroupsArgs {
   const T* b;         // [n]; may be null
   const T* residual;  // [rows, n]; may be null
   T* y;               // [rows, n]; may be residual
+  float* partials;    // [tiles, warpgroups, splits, sums of a warpgroup]; null without splits
+  u32* counters;      // [tiles, warpgroups], zeros; null without splits
   int rows;
   int n;
   int k;
@@ -35,12 +38,13 @@ template <typename T,
           int kStages,
           int kCluster,
           int kGroupM,
-          int kLag>
+          int kLag,
+          int kSplits>
 __global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN + 1) * 128, 1)
     linear_warpgroups(const __grid_constant__ LinearWarpgroupsArgs<T> args) {
 #if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = WarpgroupShape<kBlockM, kBlockN, kWarpgroupsM, kWarpgroupsN, kStages, kCluster,
-                               kGroupM, kLag>;
+                               kGroupM, kLag, kSplits>;
   using Ring = WarpgroupRing<Shape>;
   const int thread = static_cast<int>(threadIdx.x);
   const int warpgroup = uniform(thread / 128);
@@ -55,32 +59,38 @@ __global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN + 1) * 128, 1)
     __syncthreads();
   }
 
-  WarpgroupTiles<Shape> tiles(args.rows, args.n);
+  WarpgroupTiles<Shape> tiles(args.rows, args.n, args.k);
   if (warpgroup == Shape::kMultipliers) {
     if constexpr (Shape::kMultipliers > 1) give_registers<Shape::kFew>();
     if (thread == Shape::kMultipliers * 128) {
-      fill_warpgroup_ring<Shape>(tiles, args.x_map, args.w_map, args.k);
+      fill_warpgroup_ring<Shape>(tiles, args.x_map, args.w_map);
     }
   } else {
     if constexpr (Shape::kMultipliers > 1) take_registers<Shape::kMany>();
     WarpgroupSums<Shape> sums;
     typename Ring::Cursor cursor;
-    int first_row, first_column, box = 0;
+    WarpgroupTile tile;
+    int box = 0;
     if constexpr (kLag > 0) {
       const bool last = warpgroup == Shape::kMultipliers - 1;
-      if (last && kLag * Shape::kBlockK < args.k && tiles.next < tiles.tiles_m * tiles.tiles_n) {
+      WarpgroupTiles<Shape> ahead = tiles;
+      if (last && ahead.take(tile) && tile.last_block - tile.first_block > kLag) {
         mbarrier_wait(Ring::full(kLag), 0);
       }
     }
-    while (tiles.take(first_row, first_column)) {
-      multiply_warpgroup_tile<Shape, T>(sums, cursor, warpgroup, args.k);
+    while (tiles.take(tile)) {
+      multiply_warpgroup_tile<Shape, T>(sums, cursor, warpgroup,
+                                        tile.last_block - tile.first_block);
+      if constexpr (kSplits > 1) {
+        if (!add_splits<Shape>(sums, tile, warpgroup, args.partials, args.counters)) continue;
+      }
       if constexpr (kStores == Stores::tensor) {
-        store_warpgroup_tile<Shape, T>(sums, args.y_map, first_row, first_column, warpgroup, box,
+        store_warpgroup_tile<Shape, T>(sums, args.y_map, tile.row, tile.column, warpgroup, box,
                                        [&](int row, int column, float low, float high) {
                                          return finish_pair<kAct>(args, row, column, low, high);
                                        });
       } else {
-        visit_warpgroup_tile<Shape>(sums, first_row, first_column, warpgroup,
+        visit_warpgroup_tile<Shape>(sums, tile.row, tile.column, warpgroup,
                                     [&](int row, int column, float low, float high) {
                                       const float values[2] = {low, high};
                                       store_linear<kAct>(args, row, column, values);

@@ -76,6 +76,7 @@ inline unsigned __float_as_uint(float v) {
 }
 inline int __float_as_int(float v) { return static_cast<int>(__float_as_uint(v)); }
 inline float __int_as_float(int v) { return __uint_as_float(static_cast<unsigned>(v)); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
