@@ -569,6 +569,10 @@ CUFUSE_DEVICE void store_tensor(const TensorMap& map, int row, int column, const
 
 // Order this thread's own accesses before the bulk copies that come after.
 CUFUSE_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// The same for accesses to the CTA's shared memory alone.
+CUFUSE_DEVICE void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // ---- clusters: CTAs that run together and reach each other's shared memory
 

@@ -263,8 +263,8 @@ CUFUSE_DEVICE bool add_splits(WarpgroupSums<Shape>& sums,
   return true;
 }
 
-// Finish a warpgroup's part of a tile: f(row, column, low, high) makes the results of two
-// neighbouring columns from their sums. `box` counts the boxes of shared memory that were used.
+// Finish a warpgroup's part of a tile: f(results, row, column, sums) does so for 64 columns, as
+// `finish_columns` has it. `box` counts the boxes of shared memory that were used.
 template <typename Shape, typename T, typename F>
 CUFUSE_DEVICE void store_warpgroup_tile(WarpgroupSums<Shape>& sums,
                                         const TensorMap& y,
@@ -286,12 +286,7 @@ CUFUSE_DEVICE void store_warpgroup_tile(WarpgroupSums<Shape>& sums,
       const int row = first_row + slab * 64 + warp * 16 + lane / 4;
       const int column = first_column + chunk * 64 + lane % 4 * 2;
       u32 results[8][2];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float* c = &sums.d[slab][(chunk * 8 + j) * 4];
-        results[j][0] = f(row, column + j * 8, c[0], c[1]);
-        results[j][1] = f(row + 8, column + j * 8, c[2], c[3]);
-      }
+      f(results, row, column, &sums.d[slab][chunk * 32]);
       // The box was read by the copy before the last.
       if (thread == 0) store_bulk_wait_read<Shape::kBoxes - 1>();
       barrier_sync(barrier, 128);
@@ -302,7 +297,7 @@ CUFUSE_DEVICE void store_warpgroup_tile(WarpgroupSums<Shape>& sums,
         const u32 pair[4] = {results[j][0], results[j][1], results[j + 1][0], results[j + 1][1]};
         store_matrix(to + swizzle<128>(place + (j + lane / 16) * 16), pair);
       }
-      fence_proxy_async();
+      fence_proxy_async_shared();
       barrier_sync(barrier, 128);
       if (thread == 0) {
         store_tensor(y, first_row + slab * 64, first_column + chunk * 64, to);

@@ -85,10 +85,11 @@ __global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN + 1) * 128, 1)
         if (!add_splits<Shape>(sums, tile, warpgroup, args.partials, args.counters)) continue;
       }
       if constexpr (kStores == Stores::tensor) {
-        store_warpgroup_tile<Shape, T>(sums, args.y_map, tile.row, tile.column, warpgroup, box,
-                                       [&](int row, int column, float low, float high) {
-                                         return finish_pair<kAct>(args, row, column, low, high);
-                                       });
+        store_warpgroup_tile<Shape, T>(
+            sums, args.y_map, tile.row, tile.column, warpgroup, box,
+            [&](u32(&results)[8][2], int row, int column, const float* c) {
+              finish_columns<kAct>(results, args, row, column, c);
+            });
       } else {
         visit_warpgroup_tile<Shape>(sums, tile.row, tile.column, warpgroup,
                                     [&](int row, int column, float low, float high) {

@@ -523,6 +523,7 @@ void take_registers() {
   static_assert(kCount % 8 == 0 && kCount >= 24 && kCount <= 256, "what setmaxnreg takes");
 }
 inline void fence_proxy_async() { host::fence_proxy_async(); }
+inline void fence_proxy_async_shared() { host::fence_proxy_async(); }
 
 // ---- clusters
 
