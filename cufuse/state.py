@@ -14,12 +14,6 @@ from cufuse.weights import Weights
 _PADDING = 128
 _CONTROL_WORDS = 32  # of device/decode_shape.cuh
 _FAULT = 1  # which of them
-# What a kernel can have waited for: Place of device/exchange.cuh.
-_PLACES = {
-    1: "weights from memory",
-    2: "room in its ring",
-    3: "the words of another SM",
-}
 
 
 class KernelStopped(RuntimeError):
@@ -132,12 +126,11 @@ class State:
 
     def stopped(self, drawn: np.ndarray) -> KernelStopped | None:
         """Tell from a copy of `drawn` why the kernel gave up; None if it did not."""
-        fault = int(drawn[_FAULT - _CONTROL_WORDS])
-        if not fault:
+        if not drawn[_FAULT - _CONTROL_WORDS]:
             return None
         return KernelStopped(
-            f"a decode kernel gave up waiting for {_PLACES.get(fault, 'something')}; is another "
-            "program using this GPU? The cache holds what it held before that launch"
+            "a decode kernel gave up waiting when its time was over; is another program using this "
+            "GPU? The cache holds what it held before that launch"
         )
 
     def check_fault(self) -> None:

@@ -436,6 +436,7 @@ class DecodeTile:
     copies: str  # "bulk" or "async"
     split_chunks: int  # chunks of the cache that one split takes
     value_slices: int = 4  # copies that the values of a chunk come by
+    probe: str = "last"  # word of a vector that a CTA waits for before all threads look: or "first"
 
 
 @functools.cache
@@ -456,8 +457,10 @@ def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
     ctas = min(target.sm_count, -(-config.vocab_size // 16))
     row_bytes = config.head_dim * np.dtype(dtype).itemsize
     dim = config.dim
-    window, calm_window = (3, 1) if dim < 2048 else (4, 2) if dim < 4096 else (4, 3)
-    large = target.shared_bytes > 160 * 1024 and dim >= 1024
+    window, calm_window = (
+        (3, 2) if dim < 1024 else (2, 1) if dim < 2048 else (3, 3) if dim < 4096 else (4, 3)
+    )
+    large = target.shared_bytes > 160 * 1024
     for stage_bytes in (16384, 8192) if large else (8192, 16384):
         if stage_bytes < 2 * _FEWEST_KEYS * row_bytes:
             continue
@@ -472,6 +475,7 @@ def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
                 "bulk" if bulk else "async",
                 split_chunks=4 * in_large,
                 value_slices=2 if dim >= 2048 else 4,
+                probe="first" if 1024 <= dim < 2048 else "last",
             )
             if decode_shared_bytes(config, dtype, tile) <= target.shared_bytes:
                 return tile
@@ -521,7 +525,7 @@ def decode_shared(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
         "launch": launch,
         "ring": _round_up(launch + ring, 128) - launch,
         "x": _round_up(max(fragments, merge, bins), 16),
-        "partial sums": sums + 16,
+        "partial sums": sums + 4 * 8,
         "norm": 4 * (_PANEL_WARPS if np.dtype(dtype) == np.float16 else _round_up(squares, 128)),
         "head rows": _round_up((group + 2) * row_bytes, 16),
         "head norms": _round_up((group + 1) * row_bytes, 16) if c.qk_norm == "head" else 0,
@@ -550,7 +554,7 @@ def decode_regions(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
         "qkv": vector(c.q_dim + 2 * c.kv_dim),
         "attention": vector(c.q_dim),
         "hidden": vector(c.hidden_dim),
-        "parts": splits * vector(c.q_dim),
+        "parts": 2 * splits * vector(c.q_dim),
         "weights": _round_up(splits * c.n_heads, 16),
         "best": _round_up(4 * tile.ctas, 16),
         "appended": _round_up(2 * c.n_layers * c.n_kv_heads, 16),

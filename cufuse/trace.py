@@ -36,8 +36,7 @@ COLORS = {
     "attending": "#5aae61",
     "gathering": "#2166ac",
     "merging": "#67a9cf",
-    "adding": "#4d4d4d",
-    "storing": "#999999",
+    "finishing": "#999999",
     "drawing": "#762a83",
     "waiting for activations": "#b2182b",
     "waiting for weights": "#fdae61",
@@ -45,7 +44,7 @@ COLORS = {
     "waiting for sums": "#d8b365",
 }
 _COMPUTING = ("multiplying", "attending")
-_HANDING_ON = ("storing", "merging")  # with these a CTA's part of a phase ends
+_HANDING_ON = ("finishing", "merging")  # with these a CTA's part of a phase ends
 _NEXT_PHASE = "next phase"
 
 SPAN = np.dtype(
@@ -291,6 +290,7 @@ def decode(buffer: np.ndarray, *, name: str = "", n_layers: int) -> Trace:
     rows, in_phases, unbalanced = [], [], 0
     for cta, role in np.ndindex(counts.shape):
         events = buffer[cta, role, made.head : made.head + counts[cta, role]]
+        events = events[np.argsort(events >> np.uint64(8), kind="stable")]
         cycles = (events >> np.uint64(8)).astype(np.int64) - first[cta]
         times = (starts[cta] + rate * cycles) / 1e3
         codes = (events & np.uint64(0xFF)).astype(np.int64)

@@ -135,10 +135,10 @@ def test_what_mega_cannot_run_exits_4(cufuse, model, place, sentence):
 
 def test_kernel_that_gave_up_exits_1(cufuse, monkeypatch):
     def stopped(*arguments, **options):
-        raise KernelStopped("a decode kernel gave up waiting for room in its ring")
+        raise KernelStopped("a decode kernel gave up waiting when its time was over")
 
     monkeypatch.setattr(Model, "generate", stopped)
-    assert_fails(generate(cufuse, "--ids", "1"), 1, "gave up waiting for room in its ring")
+    assert_fails(generate(cufuse, "--ids", "1"), 1, "gave up waiting when its time was over")
 
 
 def test_prompt_longer_than_the_context_exits_2(cufuse):

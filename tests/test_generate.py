@@ -50,7 +50,7 @@ class Engine:
     def _gives_up(self, state) -> bool:
         """As the kernel does: from the launch that fails on until the host has cleared the word."""
         if len(self.launches) - 1 == self.fails_at:
-            state.control[1] = 3
+            state.control[1] = 1
         return bool(state.control[1])
 
     def wanted(self, prompt: list[int], n: int) -> list[int]:
@@ -154,7 +154,7 @@ def test_a_decoder_goes_on_after_a_kernel_gave_up(n, draws, fails_at):
     decoder.prefill(np.array([prompt], np.int32))
     for _ in range(fails_at + 2):
         decoder.decode()
-    with pytest.raises(KernelStopped, match="gave up waiting for the words of another SM; is "):
+    with pytest.raises(KernelStopped, match="gave up waiting when its time was over; is "):
         decoder.ids()
     state = decoder.state
     before = 0 if fails_at == 0 else 3 + (fails_at - 1) * n

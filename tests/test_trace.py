@@ -81,7 +81,7 @@ def test_clocks_of_different_sms_are_aligned(rng):
             writer.row(
                 cta,
                 role,
-                [(code("storing"), 400.0), (code("storing", end=True), 401.5)],
+                [(code("finishing"), 400.0), (code("finishing", end=True), 401.5)],
                 begins[cta] + late,
                 900 + begins[cta] - late,
             )
@@ -127,17 +127,17 @@ def test_spans_nest_and_know_their_phase(rng):
 @pytest.mark.parametrize(
     ("events", "kept", "lost"),
     [
-        ([(code("storing", end=True), 1.0)], [], 1),
-        ([(code("storing"), 1.0)], [], 1),
+        ([(code("finishing", end=True), 1.0)], [], 1),
+        ([(code("finishing"), 1.0)], [], 1),
         (
             [
                 (code("multiplying"), 1.0),
-                (code("storing"), 2.0),
+                (code("finishing"), 2.0),
                 (code("multiplying", end=True), 3.0),
-                (code("adding"), 4.0),
-                (code("adding", end=True), 5.0),
+                (code("merging"), 4.0),
+                (code("merging", end=True), 5.0),
             ],
-            ["multiplying", "adding"],
+            ["multiplying", "merging"],
             1,
         ),
     ],
@@ -153,7 +153,7 @@ def test_events_without_a_partner_are_left_out_and_counted(rng, events, kept, lo
 
 def test_events_beyond_the_row_are_counted(rng):
     writer = Writer(1, rng)
-    storing = [(code("storing"), 1.0), (code("storing", end=True), 1.5)]
+    storing = [(code("finishing"), 1.0), (code("finishing", end=True), 1.5)]
     writer.row(0, "finisher", storing * (CAPACITY // 2 + 50))
     made = trace.decode(writer.buffer, n_layers=1)
     assert made.spans.size == CAPACITY // 2
@@ -204,8 +204,8 @@ def layer(rng):
                 ]
             else:
                 finisher += [
-                    (code("storing"), at + 5 + cta),
-                    (code("storing", end=True), at + 6 + cta),
+                    (code("finishing"), at + 5 + cta),
+                    (code("finishing", end=True), at + 6 + cta),
                 ]
             filler += [
                 (code("waiting for room"), at + 1),
@@ -340,8 +340,7 @@ def check_step(found: trace.Trace) -> None:
         ("multiplier", "gathering"),
         ("multiplier", "multiplying"),
         ("multiplier", "attending"),
-        ("finisher", "adding"),
-        ("finisher", "storing"),
+        ("finisher", "finishing"),
     ):
         assert (LAYOUT.roles.index(role), activity) in inside
     phases = len(trace.PHASES) + 1

@@ -131,6 +131,7 @@ def template(
         f"Copies::{tile.copies}",
         tile.split_chunks,
         tile.value_slices,
+        f"Probe::{tile.probe}",
         trace,
         f"Draw::{'filtered' if filtered else 'plain'}",
     )

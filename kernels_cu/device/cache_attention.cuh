@@ -209,9 +209,6 @@ struct GroupAttention {
   }
 
  private:
-  // Unsigned, so that parts of it are shifts.
-  static CUFUSE_DEVICE u32 lane_here() { return static_cast<u32>(thread_here()) % 32; }
-
   // Octets quarter, quarter + 4, ...: the logits of keys 2 t and the next one, t = lane % 4, with
   // head lane / 4.
   //
@@ -237,8 +234,7 @@ struct GroupAttention {
       const u32 first = (g % 2 * 4 + t) * 16, next = first ^ 64;
       // Of the second piece, rows of even keys are with the columns of odd ones.
       float sums[2][4] = {};
-      // Two at a time would need registers that there are not.
-#pragma unroll 1
+#pragma unroll 2
       for (int j = 0; j < kPairs; ++j) {
         const uint4 pieces[] = {*reinterpret_cast<const uint4*>(key + j * 128 + first),
                                 *reinterpret_cast<const uint4*>(key + j * 128 + next)};
@@ -286,7 +282,7 @@ struct GroupAttention<float, Shape> {
                                KeySpan span,
                                float scale,
                                const Sync&) {
-    const int lane = thread_here() % 32;
+    const int lane = lane_here();
 #pragma unroll
     for (int h = 0; h < kMine; ++h) {
       const int head = quarter + h * kGroupWarps;
@@ -334,7 +330,7 @@ struct GroupAttention<float, Shape> {
 
   CUFUSE_DEVICE void store(
       float* maxima, float* totals, float* rows, int pitch, int quarter) const {
-    const int lane = thread_here() % 32;
+    const int lane = lane_here();
 #pragma unroll
     for (int h = 0; h < kMine; ++h) {
       const int head = quarter + h * kGroupWarps;
@@ -389,12 +385,12 @@ struct PartialHead {
   CUFUSE_DEVICE void add_sink(float logit) { add(logit * kLog2E, 1.0f, make_float2(0.0f, 0.0f)); }
 
   CUFUSE_DEVICE float2 result() const {
-    const float scale = total == 0.0f ? 0.0f : 1.0f / total;
+    const float scale = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
     return make_float2(out.x * scale, out.y * scale);
   }
 
   // What weighs the result against those of other keys: 2 to this power.
-  CUFUSE_DEVICE float weight() const { return total == 0.0f ? max : max + log2f(total); }
+  CUFUSE_DEVICE float weight() const { return total == 0.0f ? max : max + __log2f(total); }
 };
 
 }  // namespace cufuse

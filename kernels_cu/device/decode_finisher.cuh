@@ -9,7 +9,7 @@ namespace cufuse {
 template <typename Shape>
 struct Finisher : Role<Shape, kFinisherRole> {
   using T = typename Shape::T;
-  int panels_done = 0;
+  u32 panels_done = 0;
   u64 best_rank = 0;
 
   CUFUSE_DEVICE explicit Finisher(const DecodeArgs<T>& args) : Role<Shape, kFinisherRole>(args) {}
@@ -87,7 +87,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
         if constexpr (Shape::kDraw == Draw::filtered) {
           note(logits, row, sum);
         } else {
-          if (row >= Shape::kVocab || thread_here() % 32 >= kPanelRows) return;
+          if (row >= Shape::kVocab || lane_here() >= kPanelRows) return;
           const T rounded = from_float<T>(sum);
           if (stores) logits[row] = rounded;
           const float logit = to_float(rounded);
@@ -103,23 +103,23 @@ struct Finisher : Role<Shape, kFinisherRole> {
     const u64 rank = warp_max(best_rank);
     if constexpr (Shape::kDraw == Draw::filtered) {
       __syncwarp();
-      if (thread_here() % 32 == 0) {
+      if (lane_here() == 0) {
         publish_all(this->best(this->n()) + 2 * blockIdx.x, static_cast<u32>(rank >> 32),
                     this->tag(Shape::kLayers - 1));
       }
-    } else if (thread_here() % 32 == 0) {
+    } else if (lane_here() == 0) {
       publish(this->best(this->n()) + 2 * blockIdx.x, static_cast<u32>(rank >> 32),
               static_cast<u32>(rank), this->tag(Shape::kLayers - 1));
     }
     if (blockIdx.x == 0) {
       const int id = this->drawn(this->n(), this->tag(Shape::kLayers - 1));
-      if (thread_here() % 32 == 0) this->args.ids[this->n()] = stopped() ? -2 : id;
+      if (lane_here() == 0) this->args.ids[this->n()] = stopped() ? -2 : id;
     }
   }
 
   CUFUSE_DEVICE void end() {
     this->tracer.close();
-    if (blockIdx.x != 0 || thread_here() % 32 != 0) return;
+    if (blockIdx.x != 0 || lane_here() != 0) return;
     wait_for_arrivals();
     store_word<Order::relaxed>(this->args.control + kControlArrived, 0u);
     // After a launch that gave up, the cache counts as if it had not been.
@@ -131,13 +131,13 @@ struct Finisher : Role<Shape, kFinisherRole> {
  private:
   // A logit, for CTA 0 to draw from. Who gave up does not know that those before were read.
   CUFUSE_DEVICE void note(T* logits, int row, float sum) {
-    const bool mine = row < Shape::kVocab && thread_here() % 32 < kPanelRows;
+    const bool mine = row < Shape::kVocab && lane_here() < kPanelRows;
     const T rounded = from_float<T>(sum);
     if (mine && !is_over()) logits[row] = rounded;
     const u32 order = order_of(to_float(rounded));
     const u32 highest =
         __reduce_max_sync(kFullMask, mine ? (order == 0 ? kHighestOfNan : order) : 0u);
-    if (thread_here() % 32 == 0 && !is_over()) {
+    if (lane_here() == 0 && !is_over()) {
       this->highest()[row / kPanelRows] = highest;
     }
     best_rank = max(best_rank, static_cast<u64>(highest) << 32);
@@ -167,30 +167,26 @@ struct Finisher : Role<Shape, kFinisherRole> {
   template <int kPanels, int kK, bool kNormed, typename Prepare>
   CUFUSE_DEVICE void panels(const Prepare& prepare) {
     constexpr bool kScales = kNormed && Shape::kScalesSums;
-    const int lane = thread_here() % 32;
+    const int lane = lane_here();
     int panel = this->take(kPanels);
     if (panel >= kPanels) return;
     const float scale = kScales ? norm_scale() : 1.0f;
 #pragma unroll 1
     for (; panel < kPanels; panel += Shape::kCtas) {
       const auto finish = prepare(panel * kPanelRows + lane % kPanelRows);
-      const int buffer = panels_done++ % Shape::kPartials;
+      const u32 buffer = panels_done++ % Shape::kPartials;
       auto* shared = dynamic_shared<unsigned char>();
       const float* partial = reinterpret_cast<const float*>(shared + Shape::kPartialsAt) +
                              buffer * Shape::kPartialFloats;
       const u32 since = this->tracer.now();
-      barrier_sync(kSumsBarrier + buffer, kPanelWarps * 32 + 32);
-      this->tracer.waited(kWaitingForSums, since);
-      this->tracer.begin(kAdding);
-      const float sum = scale * panel_sum<Shape::template Panel<kK>::kChains>(partial);
-      this->tracer.end(kAdding);
-      this->tracer.begin(kStoring);
+      constexpr int kChains = Shape::template Panel<kK>::kChains;
+      barrier_sync(kSumsBarrier + buffer, kChains * 32 + 32);
+      const u32 there = this->tracer.now();
+      const float sum = scale * panel_sum<kChains>(partial);
+      if (lane == 0) mbarrier_arrive(reinterpret_cast<u64*>(shared + Shape::kSumsReadAt) + buffer);
       finish(sum);
-      this->tracer.end(kStoring);
-      if (lane == 0) {
-        store_shared_release(reinterpret_cast<u32*>(shared + Shape::kSumsDoneAt),
-                             static_cast<u32>(panels_done));
-      }
+      this->tracer.waited(kWaitingForSums, since, there);
+      this->tracer.spent(kFinishing, there, this->tracer.now());
     }
   }
 
@@ -204,7 +200,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < Shape::kNormFloats / 128; ++i) {
-      const auto four = load_vec<4>(squares + (i * 32 + thread_here() % 32) * 4);
+      const auto four = load_vec<4>(squares + (i * 32 + lane_here()) * 4);
       sum += (four.v[0] + four.v[1]) + (four.v[2] + four.v[3]);
     }
     return rsqrtf(warp_sum(sum) / static_cast<float>(Shape::kDim) + this->args.eps);
@@ -241,7 +237,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
     CUFUSE_DEVICE Outlet(u64* words, int row, int n, u32 tag)
         : word(words + row / kPerWord<T>),
           tag(tag),
-          writes(row < n && row % kPerWord<T> == 0 && thread_here() % 32 < kPanelRows) {}
+          writes(row < n && row % kPerWord<T> == 0 && lane_here() < kPanelRows) {}
 
     // By all lanes, a row's value each.
     CUFUSE_DEVICE void hand_on(float value) const {

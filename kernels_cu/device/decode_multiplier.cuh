@@ -14,7 +14,6 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   using Ring = cufuse::Ring<typename Shape::Ring, Shape::kRingAt>;
   typename Ring::Cursor cursor;
   int panels_done = 0;
-  int sums_done = 0;  // panels whose sums the finisher had read when this warp last looked
 
   CUFUSE_DEVICE explicit Multiplier(const DecodeArgs<T>& args)
       : Role<Shape, kMultiplierRole>(args) {}
@@ -199,78 +198,93 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
   }
 
-  // One thread looks at the word that is expected last until it is there; then all look at once.
-  // Looks in vain crowd L2 and delay the very words that are waited for.
-  CUFUSE_DEVICE void probe(const u64* word, u32 tag) {
+  // One thread looks at one of n words until it is there; then all look at once. Looks in vain crowd
+  // L2 and delay the very words that are waited for.
+  CUFUSE_DEVICE void probe(const u64* word, int n, u32 tag) {
+    if (Shape::kProbe == Probe::last) word += n - 1;
     this->tracer.begin(kWaitingForActivations);
     if (thread_here() == 0) settle(look(word), word, tag);
-    this->tracer.end(kWaitingForActivations);
     sync();
-    this->tracer.begin(kGathering);
   }
 
-  // Words [0, kWords) to shared memory as fragments, zeros behind them.
+  // The pairs of words that a thread gathers: every kThreads-th of kPairs.
+  template <int kPairs>
+  struct Pairs {
+    static constexpr int kMine = (kPairs + kThreads - 1) / kThreads;
+    const u64* first;
+
+    CUFUSE_DEVICE explicit Pairs(const u64* words) : first(by_now(words + 2 * thread_here())) {}
+    static CUFUSE_DEVICE bool has(int i) {
+      return (i + 1) * kThreads <= kPairs || thread_here() + i * kThreads < kPairs;
+    }
+    CUFUSE_DEVICE const u64* at(int i) const { return first + 2 * i * kThreads; }
+  };
+
+  // Words [0, kN / kPerWord) to shared memory as fragments, zeros behind them.
   template <int kN>
   CUFUSE_DEVICE void gather(const u64* words, u32 tag) {
     constexpr int kPairs = kN / kPerWord<T> / 2;
-    constexpr int kMine = (kPairs + kThreads - 1) / kThreads;
+    constexpr int kMine = Pairs<kPairs>::kMine;
     constexpr int kAhead = kMine < 4 ? kMine : 4;
-    const int thread = thread_here();
-    const u32 place = fragment_place<T>(thread);
-    probe(words + 2 * kPairs - 1, tag);
+    const Pairs<kPairs> pairs(words);
+    const u32 place = by_now(fragment_place<T>(thread_here()));
+    probe(words, 2 * kPairs, tag);
 #pragma unroll
     for (int round = 0; round < kMine; round += kAhead) {
-      auto pair_of = [&](int i) { return min(thread + (round + i) * kThreads, kPairs - 1); };
       ulonglong2 seen[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        if (round + i < kMine) seen[i] = look_pair(words + 2 * pair_of(i));
+        if (round + i < kMine && pairs.has(round + i)) seen[i] = look_pair(pairs.at(round + i));
       }
+      if (round == 0) this->tracer.then(kWaitingForActivations, kGathering, this->tracer.now());
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        if (round + i >= kMine) break;
-        const uint2 found = settle(seen[i], words + 2 * pair_of(i), tag);
-        if (thread + (round + i) * kThreads < kPairs) put(place, round + i, found);
+        if (round + i >= kMine || !pairs.has(round + i)) break;
+        put(place, round + i, settle(seen[i], pairs.at(round + i), tag));
       }
     }
     clear_behind<kN>();
     sync();
-    this->tracer.end(kGathering);
   }
 
   // The same of a residual vector, through an RMSNorm; from `row` in memory if that is not null.
   CUFUSE_DEVICE void gather_normalized(const T* row, const u64* words, u32 tag, const T* weight) {
     constexpr int kPairs = Shape::kDim / kPerWord<T> / 2;
-    constexpr int kMine = (kPairs + kThreads - 1) / kThreads;
+    constexpr int kMine = Pairs<kPairs>::kMine;
     constexpr int kValues = 2 * kPerWord<T>;
     float* sums = at<float>(Shape::kNormSumsAt);
     const auto* weights = reinterpret_cast<const uint2*>(weight);
     const int thread = thread_here();
-    const u32 place = fragment_place<T>(thread);
-    // A thread past the end looks at the last pair, and what it finds counts for nothing.
-    auto pair_of = [&](int i) { return min(thread + i * kThreads, kPairs - 1); };
-    uint2 bits[kMine], weight_bits[kMine];
+    const Pairs<kPairs> pairs(words);
+    const u32 place = by_now(fragment_place<T>(thread));
+    uint2 bits[kMine] = {}, weight_bits[kMine] = {};
 #pragma unroll
-    for (int i = 0; i < kMine; ++i) weight_bits[i] = weights[pair_of(i)];
+    for (int i = 0; i < kMine; ++i) {
+      if (pairs.has(i)) weight_bits[i] = weights[thread + i * kThreads];
+    }
     if (row) {
       sync();
       this->tracer.begin(kGathering);
 #pragma unroll
-      for (int i = 0; i < kMine; ++i) bits[i] = reinterpret_cast<const uint2*>(row)[pair_of(i)];
+      for (int i = 0; i < kMine; ++i) {
+        if (pairs.has(i)) bits[i] = reinterpret_cast<const uint2*>(row)[thread + i * kThreads];
+      }
     } else {
-      probe(words + 2 * kPairs - 1, tag);
-      ulonglong2 seen[kMine];
-#pragma unroll
-      for (int i = 0; i < kMine; ++i) seen[i] = look_pair(words + 2 * pair_of(i));
+      probe(words, 2 * kPairs, tag);
+      ulonglong2 seen[kMine] = {};
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
-        bits[i] = settle(seen[i], words + 2 * pair_of(i), tag);
+        if (pairs.has(i)) seen[i] = look_pair(pairs.at(i));
+      }
+      this->tracer.then(kWaitingForActivations, kGathering, this->tracer.now());
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+        if (pairs.has(i)) bits[i] = settle(seen[i], pairs.at(i), tag);
       }
     }
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
-      if (thread + i * kThreads >= kPairs) break;
 #pragma unroll
       for (int j = 0; j < kValues; ++j) {
         const float v = value_in<T>(j < kPerWord<T> ? bits[i].x : bits[i].y, j);
@@ -279,7 +293,6 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
     float scale = 1.0f;
     if constexpr (Shape::kScalesSums) {
-      await_finisher(panels_done);
       if (thread < Shape::kNormFloats) sums[thread] = sum;
     } else {
       sum = warp_sum(sum);
@@ -295,7 +308,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
-      if (thread + i * kThreads >= kPairs) break;
+      if (!pairs.has(i)) break;
       const uint2 normal = make_uint2(normalized_word(bits[i].x, scale, weight_bits[i].x),
                                       normalized_word(bits[i].y, scale, weight_bits[i].y));
       put(place, i, normal);
@@ -303,7 +316,6 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     clear_behind<Shape::kDim>();
     if constexpr (Shape::kScalesSums) barrier_arrive(kNormBarrier, kThreads + 32);
     sync();
-    this->tracer.end(kGathering);
   }
 
   static CUFUSE_DEVICE u32 normalized_word(u32 word, float scale, u32 weight) {
@@ -338,61 +350,72 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
   }
 
-  // This CTA's panels, from `first` on. A warp has its first weights in registers before it gathers
+  // This CTA's panels, from `panel` on. A warp has its first weights in registers before it gathers
   // x, and the next ones before it hands on its sums: their stages are free so much earlier.
   template <int kPanels, int kK, typename Gather>
-  CUFUSE_DEVICE void multiply(int first, const Gather& gather) {
+  CUFUSE_DEVICE void multiply(int panel, const Gather& gather) {
     using Panel = typename Shape::template Panel<kK>;
-    const int warp = thread_here() / 32;
+    const int warp = warp_here();
     const int group = warp / kGroupWarps % kPanelGroups, quarter = warp % kGroupWarps;
     const uint4* x = at<const uint4>(Shape::kXAt);
     PanelQuarter<Panel> next;
     auto stage = cursor;
+    int mine = 0;  // this group's first block of the panel
     auto take = [&](int block) {
       next.load(landed(stage), block, quarter);
       Ring::release(stage);
     };
-    int base = 0, mine = group;
-    stage.advance(mine);
-    if (mine < Panel::kBlocks) take(mine);
+    // Sums that lie in the same place come from the same groups.
+    auto begin_panel = [&] {
+      mine = (group - panels_done * Panel::kBlocks) & (kPanelGroups - 1);
+      stage = cursor;
+      stage.advance(mine);
+    };
+    auto pass_panel = [&] {
+      cursor.template advance<Panel::kBlocks>();
+      panel += Shape::kCtas;
+      ++panels_done;
+      begin_panel();
+    };
+    // Panels of less than four blocks are not every group's.
+    auto take_first = [&] {
+      while (panel < kPanels && mine >= Panel::kBlocks) pass_panel();
+      if (panel < kPanels) take(mine);
+    };
+    if (panels_done > 0) await_finisher(panels_done - 1);
+    const int unread = panels_done;
+    begin_panel();
+    take_first();
     gather();
-    this->tracer.begin(kMultiplying);
+    const u32 gathered = this->tracer.now();
 #pragma unroll 1
-    for (int panel = first; panel < kPanels; panel += Shape::kCtas) {
+    while (panel < kPanels) {
       PanelSums<T> sums;
-      const bool has_part = mine < Panel::kBlocks;
 #pragma unroll 1
       for (int block = mine; block < Panel::kBlocks; block += kPanelGroups) {
         if (block != mine) take(block);
         next.multiply(sums, x, block, quarter);
         stage.advance(kPanelGroups);
       }
-      const int chain = mine * kGroupWarps + quarter;
-      cursor.template advance<Panel::kBlocks>();
-      base += Panel::kBlocks % kPanelGroups;
-      mine = (group - base) & (kPanelGroups - 1);
-      stage = cursor;
-      stage.advance(mine);
-      if (panel + Shape::kCtas < kPanels && mine < Panel::kBlocks) take(mine);
-
-      const int buffer = panels_done % Shape::kPartials;
-      await_finisher(panels_done + 1 - Shape::kPartials);  // which lie where these go
-      if (has_part) {
-        float* partial = at<float>(Shape::kPartialsAt) + buffer * Shape::kPartialFloats;
-        store_chain(partial, chain, sums);
-      }
-      barrier_arrive(kSumsBarrier + buffer, kThreads + 32);
-      ++panels_done;
+      const int chain = mine * kGroupWarps + quarter, done = panels_done;
+      pass_panel();
+      take_first();
+      if (done - unread >= Shape::kPartials) await_finisher(done - Shape::kPartials);
+      const int buffer = done % Shape::kPartials;
+      store_chain(at<float>(Shape::kPartialsAt) + buffer * Shape::kPartialFloats, chain, sums);
+      barrier_arrive(kSumsBarrier + buffer, Panel::kChains * 32 + 32);
     }
+    this->tracer.then(kGathering, kMultiplying, gathered);
     this->tracer.end(kMultiplying);
   }
 
-  // Until the finisher has read the sums of so many panels. It never waits for ever, so this needs
-  // no way out of its own, and none may run ahead of it: its barriers count.
-  CUFUSE_DEVICE void await_finisher(int panels) {
+  // Until the finisher has read the sums of a panel. It never waits for ever, so this needs no way
+  // out of its own, and none may run ahead of it: its barriers count.
+  CUFUSE_DEVICE void await_finisher(int panel) {
     const u32 since = this->tracer.now();
-    while (sums_done < panels) {
-      sums_done = static_cast<int>(load_shared_acquire(at<const u32>(Shape::kSumsDoneAt)));
+    const u32 times = static_cast<u32>(panel) / Shape::kPartials;
+    u64* barrier = at<u64>(Shape::kSumsReadAt) + static_cast<u32>(panel) % Shape::kPartials;
+    while (!mbarrier_try_wait(barrier, times & 1)) {
     }
     this->tracer.waited(kWaitingForSums, since);
   }
@@ -403,7 +426,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     constexpr int kGroup = Shape::kGroup;
     const bool merges = part == 0;
     const u32 tag = this->tag(layer);
-    const int warp = thread_here() / 32, lane = thread_here() % 32;
+    const int warp = warp_here(), lane = lane_here();
     T* rows = at<T>(Shape::kRowsAt);  // queries, then the new key and value
     float* maxima = at<float>(Shape::kStatsAt);
     float* totals = maxima + kPanelGroups * kMostHeads;
@@ -412,10 +435,9 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 
     this->tracer.begin(kWaitingForActivations);
     if (warp < kGroup + (merges ? 2 : 0)) fetch_row(layer, kv_head, warp, tag, rows);
-    this->tracer.end(kWaitingForActivations);
     sync();
+    this->tracer.then(kWaitingForActivations, kAttending, this->tracer.now());
 
-    this->tracer.begin(kAttending);
     const T* new_key = rows + kGroup * kHeadDim;
     const T* new_value = new_key + kHeadDim;
     if (merges) {
@@ -460,9 +482,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
     cursor.round ^= count / Shape::Ring::kStages & 1;
     cursor.advance(count % Shape::Ring::kStages);
-    this->tracer.end(kAttending);
-
-    this->tracer.begin(kMerging);
+    const u32 attended = this->tracer.now();
     sync();
     if (merges && thread_here() == 0 && this->args.n_tokens > 1) {
       store_word<Order::release>(this->appended(this->n(), layer, kv_head), tagged(0, tag));
@@ -496,6 +516,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       hand_on(kv_head * kGroup + head, column, part, split.count, tag, partial);
     }
     sync();
+    this->tracer.then(kAttending, kMerging, attended);
     this->tracer.end(kMerging);
   }
 
@@ -503,50 +524,69 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   // rotate.
   CUFUSE_DEVICE void fetch_row(int layer, int kv_head, int row, u32 tag, T* rows) {
     constexpr int kGroup = Shape::kGroup;
-    constexpr int kPairs = kHeadDim / kPerWord<T> / 2;
-    const int lane = thread_here() % 32;
+    constexpr int kVec = 2 * kPerWord<T>;  // values of a lane
+    const int lane = lane_here();
     const int first = row < kGroup    ? (kv_head * kGroup + row) * kHeadDim
                       : row == kGroup ? Shape::kQDim + kv_head * kHeadDim
                                       : Shape::kQDim + Shape::kKvDim + kv_head * kHeadDim;
-    const u64* words = this->words(Shape::kQkv) + first / kPerWord<T>;
-    auto* target = reinterpret_cast<uint2*>(rows + row * kHeadDim);
-    const T* weight = nullptr;
-    uint2 weight_bits[(kPairs + 31) / 32];
+    const u64* words = this->words(Shape::kQkv) + first / kPerWord<T> + 2 * lane;
+    rows += row * kHeadDim + lane * kVec;
+    const T* norm = nullptr;
     if (Shape::kQkNorm && row <= kGroup) {
-      weight = (row < kGroup ? this->args.q_norm : this->args.k_norm) + layer * kHeadDim;
-#pragma unroll
-      for (int i = 0; i < (kPairs + 31) / 32; ++i) {
-        if (lane + i * 32 < kPairs) {
-          weight_bits[i] = reinterpret_cast<const uint2*>(weight)[lane + i * 32];
-        }
-      }
+      norm = (row < kGroup ? this->args.q_norm : this->args.k_norm) + layer * kHeadDim + lane * kVec;
     }
+    const float* cos = at<const float>(Shape::kAnglesAt);
+    const float* sin = cos + Shape::kRotary / 2;
+
+    if constexpr (kRotatesHeld<Shape::kPairing, kHeadDim, Shape::kRotary, kVec>) {
+      const HeldAngles<Shape::kPairing, Shape::kRotary, kVec> angles(cos, sin);
+      const bool has = kHeadDim == 32 * kVec || lane < kHeadDim / kVec;
+      uint2 bits = {}, weight = {};
+      if (has && norm) weight = *reinterpret_cast<const uint2*>(norm);
+      if (has) bits = settle(look_pair(words), words, tag);
+      if (row <= kGroup) {
+        float values[kVec];
 #pragma unroll
-    for (int i = 0; i < (kPairs + 31) / 32; ++i) {
-      const u64* pair = words + 2 * (lane + i * 32);
-      if (lane + i * 32 < kPairs) {
-        target[lane + i * 32] = settle(look_pair(pair), pair, tag);
-      }
-    }
-    if (row > kGroup) return;
-    float norm = 0.0f;
-    if (weight) {
-      T* shared_weight = at<T>(Shape::kNormWeightsAt) + row * kHeadDim;
+        for (int j = 0; j < kVec; ++j) values[j] = value_in<T>(j < kVec / 2 ? bits.x : bits.y, j);
+        if (norm) {
+          float sum = 0.0f;
 #pragma unroll
-      for (int i = 0; i < (kPairs + 31) / 32; ++i) {
-        if (lane + i * 32 < kPairs) {
-          reinterpret_cast<uint2*>(shared_weight)[lane + i * 32] = weight_bits[i];
+          for (int j = 0; j < kVec; ++j) sum = fmaf(values[j], values[j], sum);
+          const float scale =
+              rsqrtf(warp_sum(sum) / static_cast<float>(kHeadDim) + this->args.eps);
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) {
+            values[j] = to_float(normalized<T, Shape::kRounding>(
+                values[j], scale, value_in<T>(j < kVec / 2 ? weight.x : weight.y, j)));
+          }
         }
+        angles.rotate(values);
+        Vec<T, kVec> rounded;
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) rounded.v[j] = from_float<T>(values[j]);
+        if (has) store_vec<kVec>(rows, rounded);
+      } else if (has) {
+        *reinterpret_cast<uint2*>(rows) = bits;
       }
-      weight = shared_weight;
+    } else {
+      T* shared_norm = at<T>(Shape::kNormWeightsAt) + row * kHeadDim;
+#pragma unroll 1
+      for (int i = lane; i < kHeadDim / kVec; i += 32, words += 64, rows += 32 * kVec) {
+        if (norm) {
+          reinterpret_cast<uint2*>(shared_norm)[i] = *reinterpret_cast<const uint2*>(norm);
+          norm += 32 * kVec;
+        }
+        *reinterpret_cast<uint2*>(rows) = settle(look_pair(words), words, tag);
+      }
+      if (row > kGroup) return;
       __syncwarp();
-      norm = head_rms_scale<2>(rows + row * kHeadDim, kHeadDim, this->args.eps);
+      rows = at<T>(Shape::kRowsAt) + row * kHeadDim;
+      const float scale = norm ? head_rms_scale<2>(rows, kHeadDim, this->args.eps) : 0.0f;
+      __syncwarp();
+      norm_rotate_head<Shape::kPairing, Shape::kRounding, 2>(
+          rows, rows, kHeadDim, Angles{cos, sin, Shape::kRotary / 2}, norm ? shared_norm : nullptr,
+          scale);
     }
-    __syncwarp();
-    const float* angles = at<const float>(Shape::kAnglesAt);
-    norm_rotate_head<Shape::kPairing, Shape::kRounding, 2>(
-        rows + row * kHeadDim, rows + row * kHeadDim, kHeadDim,
-        Angles{angles, angles + Shape::kRotary / 2, Shape::kRotary / 2}, weight, norm);
   }
 
   CUFUSE_DEVICE void append(int layer, int kv_head, bool value, const T* new_key) {
@@ -555,7 +595,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
                     this->position();
     T* cache = (value ? this->args.v_cache : this->args.k_cache) + row * kHeadDim;
     const T* source = new_key + (value ? kHeadDim : 0);
-    for (int i = thread_here() % 32 * kPer8; i < kHeadDim; i += 32 * kPer8) {
+    for (int i = lane_here() * kPer8; i < kHeadDim; i += 32 * kPer8) {
       store_vec<kPer8>(cache + i, load_vec<kPer8>(source + i));
     }
 #if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
@@ -567,35 +607,25 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   // everybody reads all, and of many the first one makes the result when the others are there.
   CUFUSE_DEVICE void hand_on(
       int query, int column, int part, int splits, u32 tag, PartialHead partial) {
-    const bool is_result = part == 0 && (splits == 1 || splits > Shape::kReadSplits);
-    if (is_result) {
-      constexpr int kAhead = 4;
-#pragma unroll 1
-      for (int first = 1; first < splits; first += kAhead) {
-        u64 seen_weights[kAhead];
-        ulonglong2 seen[kAhead];
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          const int other = min(first + i, splits - 1);
-          seen_weights[i] = look(weight_of(other, query));
-          seen[i] = look_values(other, query, column);
-        }
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          const int other = first + i;
-          if (other >= splits) break;
-          const u32 weight = settle(seen_weights[i], weight_of(other, query), tag);
-          partial.add(__uint_as_float(weight), 1.0f,
-                      settle_values(seen[i], other, query, column, tag));
-        }
+    u64* word = this->words(Shape::kAttention);
+    if (splits > Shape::kReadSplits) {
+      if (part > 0) {
+        publish_part(part_of(part, query, column), partial, tag);
+        return;
       }
-    } else if (column == 0) {
-      publish(weight_of(part, query), __float_as_uint(partial.weight()), tag);
+#pragma unroll 1
+      for (int first = 1; first < splits; first += kPartsAhead) {
+        add_parts(partial, first, splits, query, column, tag);
+      }
+    } else if (splits > 1) {
+      word = values_of(part);
+      if (column == 0) publish(weight_of(part, query), __float_as_uint(partial.weight()), tag);
     }
-    const float2 result = partial.result();
-    const T x = from_float<T>(result.x), y = from_float<T>(result.y);
-    u64* word = (is_result ? this->words(Shape::kAttention) : part_of(part)) +
-                (query * kHeadDim + column) / kPerWord<T>;
+    publish_values(word + (query * kHeadDim + column) / kPerWord<T>, partial.result(), tag);
+  }
+
+  CUFUSE_DEVICE static void publish_values(u64* word, float2 values, u32 tag) {
+    const T x = from_float<T>(values.x), y = from_float<T>(values.y);
     if constexpr (kPerWord<T> == 2) {
       publish(word, word_of(x, y), tag);
     } else {
@@ -603,28 +633,59 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
   }
 
-  CUFUSE_DEVICE u64* part_of(int split) const {
+  // Of a few splits: the values of each, and a weight of each head.
+  CUFUSE_DEVICE u64* values_of(int split) const {
     return this->words(Shape::kParts) + split * Shape::words(Shape::kQDim);
   }
   CUFUSE_DEVICE u64* weight_of(int split, int query) const {
     return this->words(Shape::kWeights) + split * Shape::kHeads + query;
   }
 
-  // Two neighbouring values of another split: one word, or two.
-  CUFUSE_DEVICE ulonglong2 look_values(int split, int query, int column) const {
-    const u64* words = part_of(split) + (query * kHeadDim + column) / kPerWord<T>;
-    if constexpr (kPerWord<T> == 1) return look_pair(words);
-    return make_ulonglong2(look(words), 0);
+  // Of many: two values beside their weight, so that one look finds all.
+  static constexpr int kPartsAhead = 4;
+  CUFUSE_DEVICE u64* part_of(int split, int query, int column) const {
+    const int pair = (split * Shape::kQDim + query * kHeadDim + column) / 2;
+    return this->words(Shape::kParts) + pair * (4 / kPerWord<T>);
   }
-  CUFUSE_DEVICE float2 settle_values(ulonglong2 seen, int split, int query, int column, u32 tag) {
-    const u64* words = part_of(split) + (query * kHeadDim + column) / kPerWord<T>;
-    if constexpr (kPerWord<T> == 1) {
-      const uint2 both = settle(seen, words, tag);
-      return make_float2(value_in<T>(both.x, 0), value_in<T>(both.y, 0));
+  CUFUSE_DEVICE static void publish_part(u64* words, const PartialHead& part, u32 tag) {
+    const u32 weight = __float_as_uint(part.weight());
+    const float2 values = part.result();
+    if constexpr (kPerWord<T> == 2) {
+      publish(words, word_of(from_float<T>(values.x), from_float<T>(values.y)), weight, tag);
     } else {
-      const u32 word = settle(seen.x, words, tag);
-      return make_float2(value_in<T>(word, 0), value_in<T>(word, 1));
+      publish(words, bits_of(values.x), bits_of(values.y), tag);
+      publish(words + 2, weight, tag);
     }
+  }
+  CUFUSE_DEVICE void add_parts(
+      PartialHead& partial, int first, int splits, int query, int column, u32 tag) {
+    const u64* words = part_of(first, query, column);
+    constexpr int kNext = Shape::kQDim * 2 / kPerWord<T>;
+    const int count = min(splits - first, kPartsAhead);
+    ulonglong2 seen[kPartsAhead] = {};
+    u64 seen_weights[kPartsAhead] = {};
+#pragma unroll
+    for (int i = 0; i < kPartsAhead; ++i) {
+      if (i >= count) break;
+      seen[i] = look_pair(words + i * kNext);
+      if constexpr (kPerWord<T> == 1) seen_weights[i] = look(words + i * kNext + 2);
+    }
+    PartialHead parts[kPartsAhead + 1];
+    parts[kPartsAhead] = partial;
+#pragma unroll
+    for (int i = 0; i < kPartsAhead; ++i) {
+      if (i >= count) break;
+      const uint2 found = settle(seen[i], words + i * kNext, tag);
+      parts[i].total = 1.0f;
+      if constexpr (kPerWord<T> == 2) {
+        parts[i].max = __uint_as_float(found.y);
+        parts[i].out = make_float2(value_in<T>(found.x, 0), value_in<T>(found.x, 1));
+      } else {
+        parts[i].max = __uint_as_float(settle(seen_weights[i], words + i * kNext + 2, tag));
+        parts[i].out = make_float2(value_in<T>(found.x, 0), value_in<T>(found.y, 0));
+      }
+    }
+    partial = PartialHead::of(parts);
   }
 
   // What attention hands on, of a few splits, to shared memory as fragments.
@@ -633,7 +694,8 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     constexpr int kMost = Shape::kReadSplits;
     const int thread = thread_here();
     u32 place = fragment_place<T>(thread);
-    probe(part_of(0) + 2 * kPairs - 1, tag);
+    probe(values_of(0), 2 * kPairs, tag);
+    this->tracer.then(kWaitingForActivations, kGathering, this->tracer.now());
 #pragma unroll 1
     for (int pair = thread; pair < kPairs; pair += kThreads, place += 2 * kThreads) {
       const int query = pair * 2 * kPerWord<T> / kHeadDim;
@@ -643,7 +705,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       for (int i = 0; i < kMost; ++i) {
         const int split = min(i, splits - 1);
         seen_weights[i] = look(weight_of(split, query));
-        seen[i] = look_pair(part_of(split) + 2 * pair);
+        seen[i] = look_pair(values_of(split) + 2 * pair);
       }
       float weights[kMost], top = minus_infinity();
 #pragma unroll
@@ -657,7 +719,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
         if (i >= splits) break;
-        const uint2 words = settle(seen[i], part_of(i) + 2 * pair, tag);
+        const uint2 words = settle(seen[i], values_of(i) + 2 * pair, tag);
         const float weight = exp2f(weights[i] - softmax_shift(top));
         sum += weight;
 #pragma unroll
@@ -676,7 +738,6 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
     clear_behind<Shape::kQDim>();
     sync();
-    this->tracer.end(kGathering);
   }
 };
 

@@ -47,7 +47,10 @@ CUFUSE_DEVICE void begin_launch(const DecodeArgs<typename Shape::T>& args) {
             args.start[0],
             args.tokens[0]};
   mbarrier_init(&launch.deadline.finished, Shape::kWatchdog);
-  *reinterpret_cast<u32*>(dynamic_shared<unsigned char>() + Shape::kSumsDoneAt) = 0;
+  for (int i = 0; i < Shape::kPartials; ++i) {
+    mbarrier_init(reinterpret_cast<u64*>(dynamic_shared<unsigned char>() + Shape::kSumsReadAt) + i,
+                  1);
+  }
   Ring<typename Shape::Ring, Shape::kRingAt>::init();
 }
 
@@ -66,7 +69,7 @@ struct Role {
   template <typename Sync>
   CUFUSE_DEVICE void begin(int token, const Sync& sync) {
     sync();
-    if (thread_here() % 32 == 0 && (kRole != kMultiplierRole || thread_here() == 0)) {
+    if (lane_here() == 0 && (kRole != kMultiplierRole || thread_here() == 0)) {
       const int at = launch().start + token;
       block() = {{split_cache<Shape>(at, 0), split_cache<Shape>(at, args.window)}, token};
     }
@@ -149,7 +152,7 @@ struct Role {
     }
     const u64* words = best(token);
     u64 rank = 0;
-    for (int cta = thread_here() % 32; cta < Shape::kCtas; cta += 32) {
+    for (int cta = lane_here(); cta < Shape::kCtas; cta += 32) {
       const u64* its = words + 2 * cta;
       const uint2 pair = settle(look_pair(its), its, its_tag);
       rank = max(rank, static_cast<u64>(pair.x) << 32 | pair.y);

@@ -92,6 +92,10 @@ constexpr int kControlWords = 32;
 // CTA looks at all of them.
 enum class Draw { plain, filtered };
 
+// Which word of a vector a CTA waits for before all its threads look at theirs: later the last one
+// keeps more of them from looking in vain, the first one gives them a start.
+enum class Probe { first, last };
+
 template <typename T_,
           Act kAct_,
           Rounding kRounding_,
@@ -113,6 +117,7 @@ template <typename T_,
           Copies kCopies_,
           int kSplitChunks_,
           int kValueSlices_,
+          Probe kProbe_,
           bool kTrace_,
           Draw kDraw_>
 struct DecodeShape {
@@ -124,6 +129,7 @@ struct DecodeShape {
   static constexpr Rounding kRounding = kRounding_;
   static constexpr Pairing kPairing = kPairing_;
   static constexpr bool kQkNorm = kQkNorm_;
+  static constexpr Probe kProbe = kProbe_;
   static constexpr bool kTrace = kTrace_;
   static constexpr Draw kDraw = kDraw_;
   static constexpr int kDim = kDim_;
@@ -166,8 +172,8 @@ struct DecodeShape {
   static constexpr int kQkv = kMiddle + words(kDim);                    // [q_dim + 2 kv_dim]
   static constexpr int kAttention = kQkv + words(kQkvDim);              // [q_dim]
   static constexpr int kHiddenWords = kAttention + words(kQDim);        // [hidden]
-  static constexpr int kParts = kHiddenWords + words(kHidden);          // [splits][q_dim]
-  static constexpr int kWeights = kParts + kMostSplits * words(kQDim);  // [splits, heads] float32
+  static constexpr int kParts = kHiddenWords + words(kHidden);  // [splits][q_dim], with weights
+  static constexpr int kWeights = kParts + 2 * kMostSplits * words(kQDim);  // [splits, heads] float
   static constexpr int kBest = kWeights + round_up(kMostSplits * kHeads, 16);  // [2, ctas, 2]
   static constexpr int kAppended = kBest + round_up(2 * kCtas * 2, 16);  // [2, layers, kv_heads]
   static constexpr int kDrawn = kAppended + round_up(2 * kLayers * kKvHeads, 16);  // [1]
@@ -199,8 +205,8 @@ struct DecodeShape {
   static constexpr int kXAt = round_up(kRingAt + Ring::kBytes, 128);
   static constexpr int kPartialsAt =
       kXAt + round_up(most(kBinBytes, most(kFragmentBytes, kMergeBytes)), 16);
-  static constexpr int kSumsDoneAt = kPartialsAt + kPartials * kPartialFloats * 4;
-  static constexpr int kNormSumsAt = kSumsDoneAt + 16;
+  static constexpr int kSumsReadAt = kPartialsAt + kPartials * kPartialFloats * 4;  // mbarriers
+  static constexpr int kNormSumsAt = kSumsReadAt + kPartials * 8;
   // Sums of squares: of warps, or of the threads that have any.
   static constexpr int kSquares = kDim / kPerWord<T> / 2;
   static constexpr int kNormFloats =

@@ -78,11 +78,17 @@ CUFUSE_DEVICE ulonglong2 look_pair(const u64* words) {
   return load_word<Order::relaxed>(reinterpret_cast<const ulonglong2*>(words));
 }
 CUFUSE_DEVICE u32 settle(u64 seen, const u64* word, u32 tag) {
-  while (!has_tag(seen, tag) && !is_over()) seen = look(word);
+  for (bool over = false; !has_tag(seen, tag) && !over;) {
+    over = is_over();
+    seen = look(word);
+  }
   return static_cast<u32>(seen);
 }
 CUFUSE_DEVICE uint2 settle(ulonglong2 seen, const u64* words, u32 tag) {
-  while (!(has_tag(seen.x, tag) && has_tag(seen.y, tag)) && !is_over()) seen = look_pair(words);
+  for (bool over = false; !(has_tag(seen.x, tag) && has_tag(seen.y, tag)) && !over;) {
+    over = is_over();
+    seen = look_pair(words);
+  }
   return make_uint2(static_cast<u32>(seen.x), static_cast<u32>(seen.y));
 }
 

@@ -10,13 +10,6 @@
 #include <cuda_fp16.h>
 
 #define CUFUSE_DEVICE __device__ __forceinline__
-// What is hardly ever done, from many places: a call keeps it out of the instruction cache. Before
-// sm_90 calls make the decode kernels spill.
-#if __CUDA_ARCH__ >= 900
-#define CUFUSE_COLD __device__ __noinline__
-#else
-#define CUFUSE_COLD CUFUSE_DEVICE
-#endif
 
 #include "device/fp8.cuh"
 
@@ -272,6 +265,9 @@ CUFUSE_DEVICE int thread_here() {
   asm volatile("" : "+r"(thread));
   return static_cast<int>(thread);
 }
+// Of its warp, and the warp: neither is negative, which saves instructions.
+CUFUSE_DEVICE int lane_here() { return static_cast<int>(static_cast<u32>(thread_here()) % 32); }
+CUFUSE_DEVICE int warp_here() { return static_cast<int>(static_cast<u32>(thread_here()) / 32); }
 
 // A value that all lanes of the warp have: said so, the compiler keeps it in a register of the
 // warp.
@@ -343,6 +339,17 @@ CUFUSE_DEVICE void barrier_arrive(u32 id, u32 threads) {
 }
 
 // ---- mbarrier: 8 bytes of shared memory that count arrivals, and bytes of bulk copies
+
+// The value, computed by here: the compiler does not leave that for behind a wait that follows.
+template <typename U>
+CUFUSE_DEVICE U* by_now(U* value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
+CUFUSE_DEVICE u32 by_now(u32 value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 
 // A phase takes `count` arrivals. Others may use it after `fence_mbarrier_init` and a barrier.
 CUFUSE_DEVICE void mbarrier_init(u64* barrier, u32 count) {

@@ -115,7 +115,7 @@ struct PanelQuarter {
   }
 
  private:
-  static CUFUSE_DEVICE int lane() { return threadIdx.x % 32; }
+  static CUFUSE_DEVICE int lane() { return lane_here(); }
   static CUFUSE_DEVICE int first(int quarter) { return quarter * Shape::kQuarterTiles; }
   static CUFUSE_DEVICE bool has(int i, int block, int quarter) {
     const int tiles = block + 1 < Shape::kBlocks ? Shape::kBlockTiles : Shape::kLastTiles;
@@ -127,7 +127,7 @@ struct PanelQuarter {
 // `store_chain`, row `lane % 16` comes out with `panel_sum`, to both lanes.
 template <typename T>
 CUFUSE_DEVICE void store_chain(float* partial, int chain, const PanelSums<T>& sums) {
-  const int lane = threadIdx.x % 32;
+  const int lane = lane_here();
   const float2 rows = sums.rows();
   if (lane % 4 == 0) {
     partial[chain * kPanelRows + lane / 4] = rows.x;
@@ -138,7 +138,7 @@ CUFUSE_DEVICE void store_chain(float* partial, int chain, const PanelSums<T>& su
 template <int kChains>
 CUFUSE_DEVICE float panel_sum(const float* partial) {
   constexpr int kHalf = kChains / 2;
-  const int lane = threadIdx.x % 32;
+  const int lane = lane_here();
   partial += lane / 16 * kHalf * kPanelRows + lane % 16;
   float sums[kHalf];
 #pragma unroll

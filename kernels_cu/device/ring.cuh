@@ -88,7 +88,7 @@ struct Ring {
   // By each warp of the group, once it has read the stage.
   static CUFUSE_DEVICE void release(const Cursor& cursor) {
     __syncwarp();
-    if (thread_here() % 32 == 0) mbarrier_arrive(empty(cursor.stage));
+    if (lane_here() == 0) mbarrier_arrive(empty(cursor.stage));
   }
 };
 
@@ -115,7 +115,7 @@ struct RingFiller {
     if (!begin_stage(tracer)) return;
     if constexpr (Shape::kCopies == Copies::bulk) {
       announce(size_bytes);
-      if (thread_here() % 32 == 0) copy_one(0, source, size_bytes, true);
+      if (lane_here() == 0) copy_one(0, source, size_bytes, true);
     } else {
       copy_by_warp(0, source, size_bytes);
     }
@@ -135,7 +135,7 @@ struct RingFiller {
     if (!begin_stage(tracer)) return;
     if constexpr (Shape::kCopies == Copies::bulk) {
       // A lane for each slice, and one for the first source.
-      const int lane = thread_here() % 32;
+      const int lane = lane_here();
       const int at = lane * slice_bytes, bytes = min(size_bytes - at, slice_bytes);
       announce(2 * size_bytes);
       if (lane == kSlices) {
@@ -192,7 +192,7 @@ struct RingFiller {
   // By all lanes, before any of them copies.
   CUFUSE_DEVICE void announce(int size_bytes) {
 #if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
-    if (thread_here() % 32 == 0) mbarrier_arrive_expect_tx(Ring::full(next.stage), size_bytes);
+    if (lane_here() == 0) mbarrier_arrive_expect_tx(Ring::full(next.stage), size_bytes);
     __syncwarp();
 #endif
   }
@@ -206,7 +206,7 @@ struct RingFiller {
 #endif
   }
   CUFUSE_DEVICE void copy_by_warp(int at, const unsigned char* source, int size_bytes) {
-    for (int i = thread_here() % 32 * 16; i < size_bytes; i += 32 * 16) {
+    for (int i = lane_here() * 16; i < size_bytes; i += 32 * 16) {
       copy_async(Ring::at(next) + at + i, source + i, 16);
     }
   }

@@ -99,6 +99,50 @@ CUFUSE_DEVICE void rotate_head_unit(
   }
 }
 
+// Whether a warp can rotate a head that its lanes hold, kVec neighbours each.
+template <Pairing kPairing, int kHeadDim, int kRotary, int kVec>
+constexpr bool kRotatesHeld = kHeadDim <= 32 * kVec && kRotary % kVec == 0 &&
+                              (kPairing == Pairing::interleaved || kRotary / 2 % kVec == 0);
+
+// Its angles: lane l has values [l kVec, (l + 1) kVec). Made of cos and sin of kRotary / 2 pairs
+// before the values are there; all lanes rotate.
+template <Pairing kPairing, int kRotary, int kVec>
+struct HeldAngles {
+  static constexpr bool kHalves = kPairing == Pairing::half_split;
+  static constexpr int kAngles = kHalves ? kVec : kVec / 2;
+  Vec<float, kAngles> cos, sin;
+
+  CUFUSE_DEVICE HeldAngles(const float* cosines, const float* sines) {
+    const int pair = !rotates() ? 0 : kHalves ? first() - upper() * (kRotary / 2) : first() / 2;
+    cos = load_vec<kAngles>(cosines + pair);
+    sin = load_vec<kAngles>(sines + pair);
+  }
+
+  CUFUSE_DEVICE void rotate(float (&values)[kVec]) const {
+    if constexpr (kHalves) {
+      constexpr int kApart = kRotary / 2 / kVec;  // lanes
+      const int other = lane_here() + (upper() ? -kApart : kApart);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        const float partner = __shfl_sync(kFullMask, values[j], other) * sin.v[j];
+        if (rotates()) values[j] = fmaf(values[j], cos.v[j], upper() ? partner : -partner);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kAngles; ++j) {
+        const float2 turned = rotated(values[2 * j], values[2 * j + 1], cos.v[j], sin.v[j]);
+        if (rotates()) values[2 * j] = turned.x;
+        if (rotates()) values[2 * j + 1] = turned.y;
+      }
+    }
+  }
+
+ private:
+  static CUFUSE_DEVICE int first() { return lane_here() * kVec; }
+  static CUFUSE_DEVICE bool rotates() { return kRotary >= 32 * kVec || first() < kRotary; }
+  static CUFUSE_DEVICE bool upper() { return first() >= kRotary / 2; }
+};
+
 // What an RMSNorm of queries and keys takes its mean over: nothing, one head (Qwen3) or the full
 // projection (OLMo 2, OLMoE).
 enum class QkNorm { none, head, full };

@@ -2,10 +2,10 @@
 // there in a row, so the bits are the same, and what a phase hands on stays in the words between
 // CTAs. Five launches a layer, and the head's, which counts the token. Bounded by reading the
 // phase's weights once, behind a ring that starts empty.
-// instantiate: decode_phase<DecodeShape<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 4, 2, Copies::bulk, 2, 4, false, Draw::plain>, Phase::attention>
-// instantiate: decode_phase<DecodeShape<half, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, 1, Copies::bulk, 2, 4, false, Draw::plain>, Phase::head>
-// instantiate: decode_phase<DecodeShape<float, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, 1, Copies::async, 2, 4, false, Draw::plain>, Phase::qkv>
-// instantiate: decode_phase<DecodeShape<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 4, 2, Copies::bulk, 2, 4, false, Draw::filtered>, Phase::head>
+// instantiate: decode_phase<DecodeShape<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 4, 2, Copies::bulk, 2, 4, Probe::last, false, Draw::plain>, Phase::attention>
+// instantiate: decode_phase<DecodeShape<half, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, 1, Copies::bulk, 2, 4, Probe::last, false, Draw::plain>, Phase::head>
+// instantiate: decode_phase<DecodeShape<float, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, 1, Copies::async, 2, 4, Probe::last, false, Draw::plain>, Phase::qkv>
+// instantiate: decode_phase<DecodeShape<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 4, 2, Copies::bulk, 2, 4, Probe::last, false, Draw::filtered>, Phase::head>
 #include "device/decode_roles.cuh"
 
 namespace cufuse {

@@ -642,7 +642,8 @@ void named_barrier(unsigned id, unsigned count, bool wait, const char* name) {
   const std::string which = "barrier " + std::to_string(id);
   if (barrier.here.empty()) barrier.here.resize(cta->block.count());
   if (count > cta->block.count()) fault(name, which + " counts more threads than the CTA has");
-  if (barrier.count && barrier.count != count) {
+  if (barrier.arrived == 0 && barrier.count != count) barrier.group.clear();  // another use of it
+  if (barrier.arrived && barrier.count != count) {
     fault(name, which + " is used with counts of " + std::to_string(barrier.count) + " and " +
                     std::to_string(count));
   }

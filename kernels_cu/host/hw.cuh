@@ -16,7 +16,6 @@
 // ---- CUDA's words
 
 #define CUFUSE_DEVICE inline
-#define CUFUSE_COLD inline
 #define __device__
 #define __host__
 #define __global__ static
@@ -78,6 +77,8 @@ inline int __float_as_int(float v) { return static_cast<int>(__float_as_uint(v))
 inline float __int_as_float(int v) { return __uint_as_float(static_cast<unsigned>(v)); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __log2f(float v) { return std::log2(v); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __clz(int v) { return v ? __builtin_clz(static_cast<unsigned>(v)) : 32; }
@@ -410,6 +411,8 @@ inline void barrier_arrive(u32 id, u32 threads) {
 }
 
 inline int thread_here() { return static_cast<int>(threadIdx.x); }
+inline int lane_here() { return static_cast<int>(threadIdx.x % 32); }
+inline int warp_here() { return static_cast<int>(threadIdx.x / 32); }
 
 inline int uniform(int v) { return __shfl_sync(kFullMask, v, 0); }
 
@@ -437,6 +440,10 @@ inline void copy_async_arrive(u64* barrier) {
   host::copy_async_commit();
   host::copy_async_wait(0);
   host::mbarrier_arrive(barrier, 0, "copy_async_arrive");
+}
+template <typename U>
+U by_now(U value) {
+  return value;
 }
 inline bool mbarrier_test_wait(u64* barrier, u32 parity) {
   return host::mbarrier_wait(barrier, parity, 1, "mbarrier_test_wait");

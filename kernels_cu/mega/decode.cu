@@ -2,11 +2,11 @@
 // and the draw of the next token. One CTA an SM; the roles of its warps walk through the model side
 // by side and meet in shared memory, the CTAs meet in words that carry their own flag. Bounded by
 // reading every weight once, and by what one phase has to wait for the one before.
-// instantiate: decode<DecodeShape<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 4, 2, Copies::bulk, 2, 4, false, Draw::plain>>
-// instantiate: decode<DecodeShape<half, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, 1, Copies::bulk, 2, 4, false, Draw::plain>>
-// instantiate: decode<DecodeShape<float, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, 1, Copies::async, 2, 4, true, Draw::plain>>
-// instantiate: decode<DecodeShape<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 4, 2, Copies::bulk, 2, 4, false, Draw::filtered>>
-// instantiate: decode<DecodeShape<float, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, 1, Copies::async, 2, 4, true, Draw::filtered>>
+// instantiate: decode<DecodeShape<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 4, 2, Copies::bulk, 2, 4, Probe::last, false, Draw::plain>>
+// instantiate: decode<DecodeShape<half, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, 1, Copies::bulk, 2, 4, Probe::first, false, Draw::plain>>
+// instantiate: decode<DecodeShape<float, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, 1, Copies::async, 2, 4, Probe::last, true, Draw::plain>>
+// instantiate: decode<DecodeShape<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 4, 2, Copies::bulk, 2, 4, Probe::last, false, Draw::filtered>>
+// instantiate: decode<DecodeShape<float, Act::silu, Rounding::cast_first, Pairing::half_split, true, 128, 256, 4, 2, 32, 32, 512, 2, 4, 5, 8192, 2, 1, Copies::async, 2, 4, Probe::last, true, Draw::filtered>>
 #include "device/decode_roles.cuh"
 
 namespace cufuse {

@@ -1,6 +1,6 @@
 // What follows from the sizes of a decode step, and how it cuts panels and the cache, for a
 // comparison with cufuse/plan.py.
-// instantiate: decode_plan<DecodeShape<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 10, 16384, 4, 2, Copies::bulk, 2, 4, false, Draw::plain>>
+// instantiate: decode_plan<DecodeShape<bfloat16, Act::silu, Rounding::cast_first, Pairing::half_split, false, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 10, 16384, 4, 2, Copies::bulk, 2, 4, Probe::last, false, Draw::plain>>
 // needs: 80
 #include "device/decode_roles.cuh"
 
