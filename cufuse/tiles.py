@@ -169,8 +169,8 @@ class PackedMatmulTile(MatmulTile):
 class WarpgroupTile:
     """Warpgroups multiply tiles that CTAs, `cluster` of them together, walk over (sm_90a).
 
-    `group_m` tiles of a cluster lie side by side in that walk; the last warpgroup starts `lag`
-    blocks of K after the first (device/warpgroup_tiles.cuh).
+    `group_m` tiles of a cluster lie side by side in that walk; `teams` of warpgroups take tiles in
+    turn (device/warpgroup_tiles.cuh).
     """
 
     block_m: int
@@ -180,7 +180,7 @@ class WarpgroupTile:
     stages: int
     cluster: int
     group_m: int
-    lag: int
+    teams: int
     splits: int  # CTAs that share a tile's K: what a sum's order depends on
     rate: float  # as MatmulTile has it
 
@@ -195,7 +195,7 @@ class WarpgroupTile:
             self.stages,
             self.cluster,
             self.group_m,
-            self.lag,
+            self.teams,
             self.splits,
         )
 
@@ -222,13 +222,14 @@ class WarpgroupTile:
     ) -> LaunchShape:
         """A CTA an SM, or as many as there are tiles."""
         ctas = min(self.count(m, n_weight_rows), target.sm_count // self.cluster * self.cluster)
-        threads = (self.warpgroups_m * self.warpgroups_n + 1) * 128
+        threads = (self.warpgroups_m * self.warpgroups_n * self.teams + 1) * 128
         return LaunchShape((ctas,), threads, self.shared_bytes(itemsize))
 
     def shared_bytes(self, itemsize: int) -> int:
         """Dynamic shared memory, as WarpgroupShape::kSharedBytes has it."""
-        boxes = self.warpgroups_m * self.warpgroups_n * 2 * 64 * 128
-        return self.stages * ((self.block_m + self.block_n) * 128 + 16) + boxes + 16
+        boxes = self.warpgroups_m * self.warpgroups_n * self.teams * 2 * 64 * 128
+        bias = self.warpgroups_m * self.block_n * self.teams * 2
+        return self.stages * ((self.block_m + self.block_n) * 128 + 16) + boxes + 16 + bias
 
     def split_bytes(self, m: int, n_weight_rows: int) -> tuple[int, int]:
         """Global memory in which the splits of a tile meet: of sums, and of counters."""
@@ -278,9 +279,9 @@ _PACKED_WARPGROUPS = (
 )
 # With wgmma and tensor copies; not yet measured.
 _WARPGROUPS = (
-    WarpgroupTile(128, 256, 2, 1, 4, 2, 8, 0, 1, 1.0),
-    WarpgroupTile(128, 128, 2, 1, 6, 2, 8, 0, 1, 0.8),
-    WarpgroupTile(128, 64, 2, 1, 6, 1, 8, 0, 1, 0.5),
+    WarpgroupTile(128, 256, 2, 1, 4, 2, 8, 1, 1, 1.0),
+    WarpgroupTile(128, 128, 2, 1, 6, 2, 8, 1, 1, 0.8),
+    WarpgroupTile(128, 64, 2, 1, 6, 1, 8, 1, 1, 0.5),
 )
 _PACKED_FFMA = (
     PackedMatmulTile(128, 128, 16, 4, 2, 2, 1.0),

@@ -16,15 +16,16 @@ from cufuse.tiles import WarpgroupTile
 pytestmark = pytest.mark.cpu_kernels
 
 TILES = {
-    "pair": WarpgroupTile(128, 128, 2, 1, 3, 2, 2, 0, 1, 1.0),
-    "single": WarpgroupTile(128, 128, 2, 1, 3, 1, 2, 0, 1, 1.0),
-    "lag": WarpgroupTile(128, 64, 2, 1, 4, 2, 2, 2, 1, 1.0),
-    "columns": WarpgroupTile(64, 128, 1, 2, 2, 1, 3, 0, 1, 1.0),
-    "one warpgroup": WarpgroupTile(64, 64, 1, 1, 2, 2, 8, 0, 1, 1.0),
-    "slabs": WarpgroupTile(256, 64, 2, 1, 2, 1, 1, 0, 1, 1.0),
-    "largest": WarpgroupTile(128, 256, 2, 1, 4, 2, 8, 0, 1, 1.0),
-    "splits": WarpgroupTile(128, 64, 2, 1, 2, 1, 8, 0, 3, 1.0),
-    "splits of pairs": WarpgroupTile(64, 64, 1, 1, 2, 2, 8, 0, 2, 1.0),
+    "pair": WarpgroupTile(128, 128, 2, 1, 3, 2, 2, 1, 1, 1.0),
+    "single": WarpgroupTile(128, 128, 2, 1, 3, 1, 2, 1, 1, 1.0),
+    "teams": WarpgroupTile(64, 64, 1, 1, 3, 1, 2, 2, 1, 1.0),
+    "teams of pairs": WarpgroupTile(128, 64, 1, 1, 2, 2, 2, 2, 1, 1.0),
+    "columns": WarpgroupTile(64, 128, 1, 2, 2, 1, 3, 1, 1, 1.0),
+    "one warpgroup": WarpgroupTile(64, 64, 1, 1, 2, 2, 8, 1, 1, 1.0),
+    "slabs": WarpgroupTile(256, 64, 2, 1, 2, 1, 1, 1, 1, 1.0),
+    "largest": WarpgroupTile(128, 256, 2, 1, 4, 2, 8, 1, 1, 1.0),
+    "splits": WarpgroupTile(128, 64, 2, 1, 2, 1, 8, 1, 3, 1.0),
+    "splits of pairs": WarpgroupTile(64, 64, 1, 1, 2, 2, 8, 1, 2, 1.0),
 }
 
 
@@ -142,5 +143,5 @@ def test_a_map_says_what_it_wants():
 
 def test_shared_bytes_are_those_of_the_kernel():
     tile = TILES["largest"]
-    assert tile.shared_bytes(2) == 4 * 384 * 128 + 4 * 8192 + 64 + 16
+    assert tile.shared_bytes(2) == 4 * 384 * 128 + 4 * 8192 + 64 + 16 + 2 * 512
     assert dataclasses.replace(tile, stages=3).shared_bytes(2) < tile.shared_bytes(2)

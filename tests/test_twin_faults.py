@@ -164,7 +164,7 @@ def check_warpgroups():
 
 
 def check_tensor_tiles():
-    tile = tiles.WarpgroupTile(64, 128, 1, 1, 2, 2, 8, 0, 1, 1.0)
+    tile = tiles.WarpgroupTile(64, 128, 1, 1, 2, 2, 8, 1, 1, 1.0)
     target = tiles.Target("90a", 2, 227 * 1024)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(tiles, "TWIN", target)

@@ -636,6 +636,17 @@ CUFUSE_DEVICE void mbarrier_wait_cluster(u64* barrier, u32 parity) {
   } while (!done);
 }
 
+// The same for threads that have only read: whoever waits may overwrite that by copies. Nothing is
+// made visible; a release to the cluster makes the thread wait for all its accesses (MEMBAR.GPU).
+CUFUSE_DEVICE void mbarrier_arrive_remote_read(u64* barrier, u32 rank) {
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
+      "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(shared_address(barrier)),
+      "r"(rank)
+      : "memory");
+}
+CUFUSE_DEVICE void mbarrier_wait_read(u64* barrier, u32 parity) { mbarrier_wait(barrier, parity); }
+
 #endif  // sm_90
 
 // ---- tensor cores

@@ -12,10 +12,10 @@
 
 namespace cufuse {
 
-// kWarpgroupsM x kWarpgroupsN warpgroups multiply, kGroupM tiles of a cluster's height are walked
-// over side by side, and the last warpgroup starts kLag blocks after the first: while one finishes
-// a tile, the other has the tensor cores. kSplits > 1: so many CTAs share the K of a tile, which
-// has as many blocks at least.
+// kWarpgroupsM x kWarpgroupsN warpgroups are a team and multiply a tile; kGroupM tiles of a
+// cluster's height are walked over side by side. kTeams teams take tiles in turn: while one
+// finishes its tile, the next, whose blocks come after in the ring, has the tensor cores.
+// kSplits > 1: so many CTAs share the K of a tile, which has as many blocks at least.
 template <int kBlockM_,
           int kBlockN_,
           int kWarpgroupsM_,
@@ -23,15 +23,15 @@ template <int kBlockM_,
           int kStages_,
           int kCluster_,
           int kGroupM_,
-          int kLag_,
+          int kTeams_,
           int kSplits_>
 struct WarpgroupShape {
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_, kBlockK = 64;
   static constexpr int kWarpgroupsM = kWarpgroupsM_, kWarpgroupsN = kWarpgroupsN_;
   static constexpr int kStages = kStages_, kCluster = kCluster_;
-  static constexpr int kGroupM = kGroupM_, kLag = kLag_;
+  static constexpr int kGroupM = kGroupM_, kTeams = kTeams_;
   static constexpr int kSplits = kSplits_;
-  static constexpr int kMultipliers = kWarpgroupsM * kWarpgroupsN;
+  static constexpr int kTeam = kWarpgroupsM * kWarpgroupsN, kMultipliers = kTeam * kTeams;
   static constexpr int kThreads = (kMultipliers + 1) * 128;
   static constexpr int kRows = kBlockM / kWarpgroupsM, kColumns = kBlockN / kWarpgroupsN;
   static constexpr int kSlabs = kRows / 64, kSums = kColumns / 2;
@@ -43,7 +43,9 @@ struct WarpgroupShape {
   static constexpr int kBoxesAt = kStages * kStageBytes;
   static constexpr int kBarriersAt = kBoxesAt + kMultipliers * kBoxes * kBoxBytes;
   static constexpr int kLastAt = kBarriersAt + 2 * kStages * 8;  // a word of each warpgroup
-  static constexpr int kSharedBytes = kLastAt + 16;
+  static constexpr int kBiasAt = kLastAt + 16;
+  static constexpr int kBiasBytes = kColumns * 2;  // of a warpgroup
+  static constexpr int kSharedBytes = kBiasAt + kMultipliers * kBiasBytes;
   // What 64 K registers leave: the warpgroup that copies needs few.
   static constexpr int kFew = kMultipliers == 2 ? 40 : 32;
   static constexpr int kMany = kMultipliers == 2 ? 232 : 160;
@@ -52,7 +54,7 @@ struct WarpgroupShape {
   static_assert(kMultipliers >= 1 && kMultipliers <= 3, "registers are for three at most");
   static_assert(kCluster == 1 || kCluster == 2, "clusters are pairs");
   static_assert(kSharedRows % 8 == 0 && kSharedRows <= 256 && kBlockM <= 256, "boxes of a copy");
-  static_assert(kLag < kStages, "who waits for a block must not hold up its copy");
+  static_assert(kTeams == 1 || kSplits == 1, "teams skip each other's tiles, all of one length");
 };
 
 // Where results go: by tensor copies, or by the threads, where rows are not multiples of 16 bytes.
@@ -79,7 +81,7 @@ struct WarpgroupRing {
   static CUFUSE_DEVICE void init() {
     for (int stage = 0; stage < Shape::kStages; ++stage) {
       mbarrier_init(full(stage), 1);
-      mbarrier_init(empty(stage), Shape::kMultipliers * 4 * Shape::kCluster);
+      mbarrier_init(empty(stage), Shape::kTeam * 4 * Shape::kCluster);
     }
     fence_mbarrier_init();
   }
@@ -87,17 +89,17 @@ struct WarpgroupRing {
   // A stage is free when no CTA of the cluster reads it: its weights come from all.
   static CUFUSE_DEVICE void wait_empty(const Cursor& cursor) {
     if constexpr (Shape::kCluster > 1) {
-      mbarrier_wait_cluster(empty(cursor.stage), cursor.round ^ 1);
+      mbarrier_wait_read(empty(cursor.stage), cursor.round ^ 1);
     } else {
       mbarrier_wait(empty(cursor.stage), cursor.round ^ 1);
     }
   }
 
-  // By each warp that multiplies.
+  // By each warp of the team.
   static CUFUSE_DEVICE void release(const Cursor& cursor) {
     const int lane = threadIdx.x % 32;
     if constexpr (Shape::kCluster > 1) {
-      if (lane < Shape::kCluster) mbarrier_arrive_remote(empty(cursor.stage), lane);
+      if (lane < Shape::kCluster) mbarrier_arrive_remote_read(empty(cursor.stage), lane);
     } else {
       if (lane == 0) mbarrier_arrive(empty(cursor.stage));
     }
@@ -125,9 +127,11 @@ struct WarpgroupTiles {
     next = static_cast<int>(blockIdx.x) / Shape::kCluster;
   }
 
+  CUFUSE_DEVICE bool are_left() const { return next < tiles_m * tiles_n * Shape::kSplits; }
+
   // Neighbours in time are neighbours in the matrix: L2 serves them.
   CUFUSE_DEVICE bool take(WarpgroupTile& tile) {
-    if (next >= tiles_m * tiles_n * Shape::kSplits) return false;
+    if (!are_left()) return false;
     const int index = next / Shape::kSplits;
     const int per_group = Shape::kGroupM * tiles_n;
     const int group = index / per_group;
@@ -178,15 +182,29 @@ struct WarpgroupSums {
   float d[Shape::kSlabs][Shape::kSums];
 };
 
-// By a warpgroup: its part of one tile.
-template <typename Shape, typename T>
+// The teams wait for each other at a named barrier each, before a tile: a team that came to a stage
+// rounds too early could not tell these from its own, and two would share the tensor cores.
+template <typename Shape>
+CUFUSE_DEVICE void wait_for_turn(int team) {
+  barrier_sync(1 + Shape::kMultipliers + team, 2 * Shape::kTeam * 128);
+}
+template <typename Shape>
+CUFUSE_DEVICE void end_turn(int team) {
+  barrier_arrive(1 + Shape::kMultipliers + (team + 1) % Shape::kTeams, 2 * Shape::kTeam * 128);
+}
+
+// By a warpgroup: its part of one tile. It says `done()` when it needs no block any more, but its
+// last products are still on their way.
+template <typename Shape, typename T, typename F>
 CUFUSE_DEVICE void multiply_warpgroup_tile(WarpgroupSums<Shape>& sums,
                                            typename WarpgroupRing<Shape>::Cursor& cursor,
                                            int warpgroup,
-                                           int blocks) {
+                                           int blocks,
+                                           F done) {
   using Ring = WarpgroupRing<Shape>;
   constexpr int kSlabs = Shape::kSlabs;
-  const int left = warpgroup / Shape::kWarpgroupsN * Shape::kRows * Shape::kRowBytes;
+  const int left =
+      warpgroup % Shape::kTeam / Shape::kWarpgroupsN * Shape::kRows * Shape::kRowBytes;
   const int right = warpgroup % Shape::kWarpgroupsN * Shape::kColumns * Shape::kRowBytes;
   typename Ring::Cursor before = cursor;
   wgmma_fence(sums.d[0], sums.d[kSlabs - 1]);
@@ -212,6 +230,7 @@ CUFUSE_DEVICE void multiply_warpgroup_tile(WarpgroupSums<Shape>& sums,
     before = cursor;
     cursor.template advance<1>();
   }
+  done();
   wgmma_wait<0>(sums.d[0], sums.d[kSlabs - 1]);
   Ring::release(before);
 }
@@ -263,20 +282,43 @@ CUFUSE_DEVICE bool add_splits(WarpgroupSums<Shape>& sums,
   return true;
 }
 
-// Finish a warpgroup's part of a tile: f(results, row, column, sums) does so for 64 columns, as
-// `finish_columns` has it. `box` counts the boxes of shared memory that were used.
+// The bias of a warpgroup's columns waits in shared memory: a load for each of them when the sums
+// are there would be waited for. By a warpgroup before it multiplies: the word that a thread keeps.
+template <typename Shape, typename T>
+CUFUSE_DEVICE u32 load_bias(const T* b, int n, int first_column, int warpgroup) {
+  const int thread = threadIdx.x % 128;
+  const int column =
+      first_column + warpgroup % Shape::kWarpgroupsN * Shape::kColumns + thread * 2;
+  const bool there = b && thread < Shape::kColumns / 2 && column < n;
+  return there ? *reinterpret_cast<const u32*>(b + column) : 0;
+}
+// And after: returns the words of the columns.
+template <typename Shape>
+CUFUSE_DEVICE const u32* share_bias(u32 word, int warpgroup) {
+  const int thread = threadIdx.x % 128;
+  u32* words = reinterpret_cast<u32*>(dynamic_shared<unsigned char>() + Shape::kBiasAt +
+                                      warpgroup * Shape::kBiasBytes);
+  if (thread < Shape::kColumns / 2) words[thread] = word;
+  barrier_sync(1 + warpgroup, 128);
+  return words;
+}
+
+// Finish a warpgroup's part of a tile: f(results, row, column, bias, sums) does so for 64 columns,
+// as `finish_columns` has it. `box` counts the boxes of shared memory that were used, `bias` is
+// what `share_bias` returned: all have read it before the last barrier here.
 template <typename Shape, typename T, typename F>
 CUFUSE_DEVICE void store_warpgroup_tile(WarpgroupSums<Shape>& sums,
                                         const TensorMap& y,
                                         int first_row,
                                         int first_column,
                                         int warpgroup,
+                                        const u32* bias,
                                         int& box,
                                         F f) {
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
   unsigned char* boxes = dynamic_shared<unsigned char>() + Shape::kBoxesAt +
                          warpgroup * Shape::kBoxes * Shape::kBoxBytes;
-  first_row += warpgroup / Shape::kWarpgroupsN * Shape::kRows;
+  first_row += warpgroup % Shape::kTeam / Shape::kWarpgroupsN * Shape::kRows;
   first_column += warpgroup % Shape::kWarpgroupsN * Shape::kColumns;
   const u32 barrier = 1 + warpgroup;
 #pragma unroll
@@ -286,7 +328,7 @@ CUFUSE_DEVICE void store_warpgroup_tile(WarpgroupSums<Shape>& sums,
       const int row = first_row + slab * 64 + warp * 16 + lane / 4;
       const int column = first_column + chunk * 64 + lane % 4 * 2;
       u32 results[8][2];
-      f(results, row, column, &sums.d[slab][chunk * 32]);
+      f(results, row, column, bias + chunk * 32 + lane % 4, &sums.d[slab][chunk * 32]);
       // The box was read by the copy before the last.
       if (thread == 0) store_bulk_wait_read<Shape::kBoxes - 1>();
       barrier_sync(barrier, 128);
@@ -313,7 +355,8 @@ template <typename Shape, typename F>
 CUFUSE_DEVICE void visit_warpgroup_tile(
     WarpgroupSums<Shape>& sums, int first_row, int first_column, int warpgroup, F f) {
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
-  const int row = first_row + warpgroup / Shape::kWarpgroupsN * Shape::kRows + warp * 16 + lane / 4;
+  const int row = first_row + warpgroup % Shape::kTeam / Shape::kWarpgroupsN * Shape::kRows +
+                  warp * 16 + lane / 4;
   const int column =
       first_column + warpgroup % Shape::kWarpgroupsN * Shape::kColumns + lane % 4 * 2;
 #pragma unroll

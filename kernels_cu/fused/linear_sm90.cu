@@ -1,11 +1,11 @@
 // y = act(x w^T + b) + residual for many rows of 16-bit values, on sm_90a: CTAs that stay walk over
 // the tiles, copies and products run beside each other (device/warpgroup_tiles.cuh), and everything
 // between the sum and the store happens in float32. Bounded by the tensor cores.
-// instantiate: linear_warpgroups<bfloat16, Act::gelu, Stores::tensor, 128, 256, 2, 1, 4, 2, 8, 0, 1>
-// instantiate: linear_warpgroups<half, Act::none, Stores::tensor, 128, 256, 2, 1, 4, 1, 8, 2, 1>
-// instantiate: linear_warpgroups<bfloat16, Act::silu, Stores::threads, 128, 128, 2, 1, 6, 2, 8, 0, 1>
-// instantiate: linear_warpgroups<bfloat16, Act::gelu, Stores::tensor, 128, 128, 2, 1, 6, 2, 8, 0, 4>
-// instantiate: linear_warpgroups<bfloat16, Act::gelu_tanh, Stores::tensor, 256, 128, 2, 1, 4, 1, 8, 0, 1>
+// instantiate: linear_warpgroups<bfloat16, Act::gelu, Stores::tensor, 128, 256, 2, 1, 4, 2, 8, 1, 1>
+// instantiate: linear_warpgroups<half, Act::none, Stores::tensor, 128, 128, 1, 1, 6, 1, 8, 2, 1>
+// instantiate: linear_warpgroups<bfloat16, Act::silu, Stores::threads, 128, 128, 2, 1, 6, 2, 8, 1, 1>
+// instantiate: linear_warpgroups<bfloat16, Act::gelu, Stores::tensor, 128, 128, 2, 1, 6, 2, 8, 1, 4>
+// instantiate: linear_warpgroups<bfloat16, Act::gelu_tanh, Stores::tensor, 256, 128, 2, 1, 4, 1, 8, 1, 1>
 #include "device/tile_epilogue.cuh"
 #include "device/warpgroup_tiles.cuh"
 
@@ -38,13 +38,13 @@ template <typename T,
           int kStages,
           int kCluster,
           int kGroupM,
-          int kLag,
+          int kTeams,
           int kSplits>
-__global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN + 1) * 128, 1)
+__global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN * kTeams + 1) * 128, 1)
     linear_warpgroups(const __grid_constant__ LinearWarpgroupsArgs<T> args) {
 #if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = WarpgroupShape<kBlockM, kBlockN, kWarpgroupsM, kWarpgroupsN, kStages, kCluster,
-                               kGroupM, kLag, kSplits>;
+                               kGroupM, kTeams, kSplits>;
   using Ring = WarpgroupRing<Shape>;
   const int thread = static_cast<int>(threadIdx.x);
   const int warpgroup = uniform(thread / 128);
@@ -71,24 +71,39 @@ __global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN + 1) * 128, 1)
     typename Ring::Cursor cursor;
     WarpgroupTile tile;
     int box = 0;
-    if constexpr (kLag > 0) {
-      const bool last = warpgroup == Shape::kMultipliers - 1;
-      WarpgroupTiles<Shape> ahead = tiles;
-      if (last && ahead.take(tile) && tile.last_block - tile.first_block > kLag) {
-        mbarrier_wait(Ring::full(kLag), 0);
-      }
-    }
+    const int team = warpgroup / Shape::kTeam;
+    int turn = 0;
+    bool first = true;  // tile of all
     while (tiles.take(tile)) {
-      multiply_warpgroup_tile<Shape, T>(sums, cursor, warpgroup,
-                                        tile.last_block - tile.first_block);
+      const int blocks = tile.last_block - tile.first_block;
+      if constexpr (kTeams > 1) {
+        const bool mine = turn == team, waits = !first;
+        turn = turn + 1 == kTeams ? 0 : turn + 1;
+        first = false;
+        if (!mine) {
+          cursor.skip(blocks);
+          continue;
+        }
+        if (waits) wait_for_turn<Shape>(team);
+      }
+      u32 word = 0;
+      if constexpr (kStores == Stores::tensor) {
+        word = load_bias<Shape>(args.b, args.n, tile.column, warpgroup);
+      }
+      multiply_warpgroup_tile<Shape, T>(sums, cursor, warpgroup, blocks, [&] {
+        if constexpr (kTeams > 1) {
+          if (tiles.are_left()) end_turn<Shape>(team);
+        }
+      });
       if constexpr (kSplits > 1) {
         if (!add_splits<Shape>(sums, tile, warpgroup, args.partials, args.counters)) continue;
       }
       if constexpr (kStores == Stores::tensor) {
         store_warpgroup_tile<Shape, T>(
-            sums, args.y_map, tile.row, tile.column, warpgroup, box,
-            [&](u32(&results)[8][2], int row, int column, const float* c) {
-              finish_columns<kAct>(results, args, row, column, c);
+            sums, args.y_map, tile.row, tile.column, warpgroup,
+            share_bias<Shape>(word, warpgroup), box,
+            [&](u32(&results)[8][2], int row, int column, const u32* bias, const float* c) {
+              finish_columns<kAct>(results, args, row, column, bias, c);
             });
       } else {
         visit_warpgroup_tile<Shape>(sums, tile.row, tile.column, warpgroup,

@@ -75,7 +75,6 @@ inline unsigned __float_as_uint(float v) {
 }
 inline int __float_as_int(float v) { return static_cast<int>(__float_as_uint(v)); }
 inline float __int_as_float(int v) { return __uint_as_float(static_cast<unsigned>(v)); }
-inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __log2f(float v) { return std::log2(v); }
@@ -552,6 +551,12 @@ inline void mbarrier_arrive_remote(u64* barrier, u32 rank) {
 }
 inline void mbarrier_wait_cluster(u64* barrier, u32 parity) {
   host::mbarrier_wait(barrier, parity, 0, "mbarrier_wait_cluster", true);
+}
+inline void mbarrier_arrive_remote_read(u64* barrier, u32 rank) {
+  mbarrier_arrive_remote(barrier, rank);
+}
+inline void mbarrier_wait_read(u64* barrier, u32 parity) {
+  host::mbarrier_wait(barrier, parity, 0, "mbarrier_wait_read", true);
 }
 
 // ---- tensor cores
