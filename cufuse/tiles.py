@@ -204,14 +204,15 @@ class WarpgroupTile:
         """Weight rows that each CTA of a cluster copies, to all of them."""
         return self.block_n // self.cluster
 
-    def tiles(self, m: int, n_weight_rows: int) -> int:
-        """Tiles of a product, whole clusters of them."""
-        clusters = -(-m // (self.block_m * self.cluster)) * -(-n_weight_rows // self.block_n)
-        return clusters * self.cluster
+    @property
+    def together(self) -> int:
+        """CTAs of a cluster, of any kind."""
+        return self.cluster * self.splits
 
     def count(self, m: int, n_weight_rows: int) -> int:
-        """Tiles of a product, each as often as it has splits."""
-        return self.tiles(m, n_weight_rows) * self.splits
+        """Tiles of a product, whole clusters of them, each as often as it has splits."""
+        clusters = -(-m // (self.block_m * self.cluster)) * -(-n_weight_rows // self.block_n)
+        return clusters * self.together
 
     def fits(self, target: Target, k: int) -> bool:
         """Tell whether a CTA has the shared memory, and each split a block of K."""
@@ -221,7 +222,8 @@ class WarpgroupTile:
         self, target: Target, m: int, n_weight_rows: int, itemsize: int
     ) -> LaunchShape:
         """A CTA an SM, or as many as there are tiles."""
-        ctas = min(self.count(m, n_weight_rows), target.sm_count // self.cluster * self.cluster)
+        most = target.sm_count // self.together * self.together
+        ctas = min(self.count(m, n_weight_rows), most)
         threads = (self.warpgroups_m * self.warpgroups_n * self.teams + 1) * 128
         return LaunchShape((ctas,), threads, self.shared_bytes(itemsize))
 
@@ -229,15 +231,8 @@ class WarpgroupTile:
         """Dynamic shared memory, as WarpgroupShape::kSharedBytes has it."""
         boxes = self.warpgroups_m * self.warpgroups_n * self.teams * 2 * 64 * 128
         bias = self.warpgroups_m * self.block_n * self.teams * 2
-        return self.stages * ((self.block_m + self.block_n) * 128 + 16) + boxes + 16 + bias
-
-    def split_bytes(self, m: int, n_weight_rows: int) -> tuple[int, int]:
-        """Global memory in which the splits of a tile meet: of sums, and of counters."""
-        if self.splits == 1:
-            return 0, 0
-        tiles = self.tiles(m, n_weight_rows)
-        sums = tiles * self.splits * self.block_m * self.block_n * 4
-        return sums, tiles * self.warpgroups_m * self.warpgroups_n * 4
+        meeting = self.block_m * self.block_n * 2 + 16 if self.splits > 1 else 0
+        return self.stages * ((self.block_m + self.block_n) * 128 + 16) + boxes + bias + meeting
 
 
 Tile = RowsTile | MatmulTile | WarpgroupTile

@@ -131,12 +131,6 @@ def _multiply_by_warpgroups(
         "y_map": tensor_map.rows(y, 64) if by_tensor else tensor_map.NONE,
     }
     stores = f"Stores::{'tensor' if by_tensor else 'threads'}"
-    sums, counters = tile.split_bytes(args["rows"], args["n"])
-    meeting = {"partials": None, "counters": None}
-    if sums:
-        # No launch relies on sums of another; counters are left as they were found, zeros.
-        meeting["partials"] = device.SCRATCH.get(f"{bound.op} partials", sums, y, stream)
-        meeting["counters"] = device.SCRATCH.get(f"{bound.op} counters", counters, y, stream)
     kernel = jit.kernel(
         f"fused/{bound.op}_sm90.cu",
         f"{kernels}_warpgroups",
@@ -148,10 +142,10 @@ def _multiply_by_warpgroups(
     kernel.launch(
         shape.grid,
         shape.threads,
-        {**maps, **args, **meeting},
+        {**maps, **args},
         like=y,
         shared_bytes=shape.shared_bytes,
-        cluster=tile.cluster,
+        cluster=tile.together,
         stream=stream,
     )
 

@@ -4,7 +4,7 @@
 // of a cluster take tiles below each other: each copies its share of the weights to all of them.
 //
 // Every sum runs over K in ascending steps into one accumulator, as in device/tile_matmul.cuh, or
-// into one for each split, added in the same order.
+// into one for each half of K.
 #pragma once
 
 #include "device/ring.cuh"
@@ -15,7 +15,8 @@ namespace cufuse {
 // kWarpgroupsM x kWarpgroupsN warpgroups are a team and multiply a tile; kGroupM tiles of a
 // cluster's height are walked over side by side. kTeams teams take tiles in turn: while one
 // finishes its tile, the next, whose blocks come after in the ring, has the tensor cores.
-// kSplits > 1: so many CTAs share the K of a tile, which has as many blocks at least.
+// kSplits = 2: a cluster is two CTAs that share the K of a tile, which has two blocks at least, and
+// each finish what one of their two warpgroups has.
 template <int kBlockM_,
           int kBlockN_,
           int kWarpgroupsM_,
@@ -42,10 +43,12 @@ struct WarpgroupShape {
   static constexpr int kBoxBytes = 64 * 128, kBoxes = 2;
   static constexpr int kBoxesAt = kStages * kStageBytes;
   static constexpr int kBarriersAt = kBoxesAt + kMultipliers * kBoxes * kBoxBytes;
-  static constexpr int kLastAt = kBarriersAt + 2 * kStages * 8;  // a word of each warpgroup
-  static constexpr int kBiasAt = kLastAt + 16;
+  static constexpr int kBiasAt = kBarriersAt + 2 * kStages * 8;
   static constexpr int kBiasBytes = kColumns * 2;  // of a warpgroup
-  static constexpr int kSharedBytes = kBiasAt + kMultipliers * kBiasBytes;
+  // Sums of the other CTA's half of K, and barriers that say that they are there and were read.
+  static constexpr int kMeetingAt = kBiasAt + kMultipliers * kBiasBytes;
+  static constexpr int kMeetingBytes = kSplits > 1 ? kRows * kColumns * 4 + 16 : 0;
+  static constexpr int kSharedBytes = kMeetingAt + kMeetingBytes;
   // What 64 K registers leave: the warpgroup that copies needs few.
   static constexpr int kFew = kMultipliers == 2 ? 40 : 32;
   static constexpr int kMany = kMultipliers == 2 ? 232 : 160;
@@ -54,7 +57,9 @@ struct WarpgroupShape {
   static_assert(kMultipliers >= 1 && kMultipliers <= 3, "registers are for three at most");
   static_assert(kCluster == 1 || kCluster == 2, "clusters are pairs");
   static_assert(kSharedRows % 8 == 0 && kSharedRows <= 256 && kBlockM <= 256, "boxes of a copy");
-  static_assert(kTeams == 1 || kSplits == 1, "teams skip each other's tiles, all of one length");
+  static_assert(kSplits == 1 || kSplits == 2, "two CTAs exchange sums");
+  static_assert(kSplits == 1 || (kTeams == 1 && kTeam == 2 && kCluster == 1),
+                "each CTA finishes what one of its two warpgroups has");
 };
 
 // Where results go: by tensor copies, or by the threads, where rows are not multiples of 16 bytes.
@@ -76,12 +81,21 @@ struct WarpgroupRing {
     return reinterpret_cast<u64*>(dynamic_shared<unsigned char>() + Shape::kBarriersAt) + stage;
   }
   static CUFUSE_DEVICE u64* empty(int stage) { return full(Shape::kStages + stage); }
+  // The sums of the other CTA are there; the next word: it has read those from here.
+  static CUFUSE_DEVICE u64* met() {
+    return reinterpret_cast<u64*>(dynamic_shared<unsigned char>() + Shape::kMeetingAt +
+                                  Shape::kRows * Shape::kColumns * 4);
+  }
 
   // By one thread, before a barrier of the cluster.
   static CUFUSE_DEVICE void init() {
     for (int stage = 0; stage < Shape::kStages; ++stage) {
       mbarrier_init(full(stage), 1);
       mbarrier_init(empty(stage), Shape::kTeam * 4 * Shape::kCluster);
+    }
+    if constexpr (Shape::kSplits > 1) {
+      mbarrier_init(met(), 4);
+      mbarrier_init(met() + 1, 4);
     }
     fence_mbarrier_init();
   }
@@ -109,40 +123,37 @@ struct WarpgroupRing {
 // A tile, and the part of its K that a CTA takes.
 struct WarpgroupTile {
   int row, column;  // the first ones
-  int number, split;
   int first_block, last_block;  // the latter is not taken
 };
 
 // The tiles of a CTA, in the order in which its cluster takes them.
 template <typename Shape>
 struct WarpgroupTiles {
-  int tiles_m, tiles_n, blocks, rank, step, next;
+  int tiles_m, tiles_n, blocks, rank, split, step, next;
 
   CUFUSE_DEVICE WarpgroupTiles(int rows, int n, int k) {
     blocks = (k + Shape::kBlockK - 1) / Shape::kBlockK;
     tiles_m = (rows + Shape::kBlockM * Shape::kCluster - 1) / (Shape::kBlockM * Shape::kCluster);
     tiles_n = (n + Shape::kBlockN - 1) / Shape::kBlockN;
     rank = static_cast<int>(blockIdx.x) % Shape::kCluster;
-    step = static_cast<int>(gridDim.x) / Shape::kCluster;
-    next = static_cast<int>(blockIdx.x) / Shape::kCluster;
+    split = static_cast<int>(blockIdx.x) % Shape::kSplits;
+    step = static_cast<int>(gridDim.x) / (Shape::kCluster * Shape::kSplits);
+    next = static_cast<int>(blockIdx.x) / (Shape::kCluster * Shape::kSplits);
   }
 
-  CUFUSE_DEVICE bool are_left() const { return next < tiles_m * tiles_n * Shape::kSplits; }
+  CUFUSE_DEVICE bool are_left() const { return next < tiles_m * tiles_n; }
 
   // Neighbours in time are neighbours in the matrix: L2 serves them.
   CUFUSE_DEVICE bool take(WarpgroupTile& tile) {
     if (!are_left()) return false;
-    const int index = next / Shape::kSplits;
     const int per_group = Shape::kGroupM * tiles_n;
-    const int group = index / per_group;
+    const int group = next / per_group;
     const int height = min(tiles_m - group * Shape::kGroupM, Shape::kGroupM);
-    const int rest = index - group * per_group;
+    const int rest = next - group * per_group;
     tile.row = ((group * Shape::kGroupM + rest % height) * Shape::kCluster + rank) * Shape::kBlockM;
     tile.column = rest / height * Shape::kBlockN;
-    tile.number = index * Shape::kCluster + rank;
-    tile.split = next - index * Shape::kSplits;
-    tile.first_block = blocks * tile.split / Shape::kSplits;
-    tile.last_block = blocks * (tile.split + 1) / Shape::kSplits;
+    tile.first_block = blocks * split / Shape::kSplits;
+    tile.last_block = blocks * (split + 1) / Shape::kSplits;
     next += step;
     return true;
   }
@@ -235,50 +246,41 @@ CUFUSE_DEVICE void multiply_warpgroup_tile(WarpgroupSums<Shape>& sums,
   Ring::release(before);
 }
 
-// Leave a warpgroup's sums of a part of K for the last of the tile's CTAs, which adds all of them
-// in the order of K and goes on: true. `partials` has room for every part, `counters` a word for
-// each warpgroup of each tile, zero before and after.
+// Two CTAs have each half of K in the sums of both their warpgroups: one of these is sent to the
+// other CTA, and with the other one's addition the rest is whole: true. `round` is 0 for a CTA's
+// first tile, then 1, 0 and so on.
 template <typename Shape>
-CUFUSE_DEVICE bool add_splits(WarpgroupSums<Shape>& sums,
-                              const WarpgroupTile& tile,
-                              int warpgroup,
-                              float* partials,
-                              u32* counters) {
+CUFUSE_DEVICE bool add_split(WarpgroupSums<Shape>& sums, int split, int warpgroup, u32 round) {
   constexpr int kVectors = Shape::kSlabs * Shape::kSums / 4;
   const int thread = threadIdx.x % 128;
-  const int part = tile.number * Shape::kMultipliers + warpgroup;
-  float4* all = reinterpret_cast<float4*>(partials) +
-                static_cast<i64>(part) * Shape::kSplits * kVectors * 128 + thread;
-  u32* last = reinterpret_cast<u32*>(dynamic_shared<unsigned char>() + Shape::kLastAt) + warpgroup;
+  const int other = split ^ 1;
+  u64* met = WarpgroupRing<Shape>::met();
+  float4* here =
+      reinterpret_cast<float4*>(dynamic_shared<unsigned char>() + Shape::kMeetingAt) + thread;
+  if (warpgroup != split) {
+    mbarrier_wait_read(met + 1, round ^ 1);
+    float4* there = map_shared(here, other);
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const float* c = &sums.d[i * 4 / Shape::kSums][i * 4 % Shape::kSums];
-    all[(tile.split * kVectors + i) * 128] = make_float4(c[0], c[1], c[2], c[3]);
+    for (int i = 0; i < kVectors; ++i) {
+      const float* c = &sums.d[i * 4 / Shape::kSums][i * 4 % Shape::kSums];
+      there[i * 128] = make_float4(c[0], c[1], c[2], c[3]);
+    }
+    __syncwarp();
+    if (thread % 32 == 0) mbarrier_arrive_remote(met, other);
+    return false;
   }
-  __threadfence();
-  barrier_sync(1 + warpgroup, 128);
-  if (thread == 0) {
-    const bool is_last = add_acq_rel(counters + part, 1) == Shape::kSplits - 1;
-    if (is_last) store_word<Order::relaxed>(counters + part, 0);
-    *last = is_last;
-  }
-  barrier_sync(1 + warpgroup, 128);
-  if (!*last) return false;
-  __threadfence();
+  mbarrier_wait_cluster(met, round);
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     float* c = &sums.d[i * 4 / Shape::kSums][i * 4 % Shape::kSums];
-    float4 sum = all[i * 128];
-#pragma unroll
-    for (int split = 1; split < Shape::kSplits; ++split) {
-      const float4 more = all[(split * kVectors + i) * 128];
-      sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
-    }
-    c[0] = sum.x;
-    c[1] = sum.y;
-    c[2] = sum.z;
-    c[3] = sum.w;
+    const float4 more = here[i * 128];
+    c[0] += more.x;
+    c[1] += more.y;
+    c[2] += more.z;
+    c[3] += more.w;
   }
+  __syncwarp();
+  if (thread % 32 == 0) mbarrier_arrive_remote_read(met + 1, other);
   return true;
 }
 

@@ -4,7 +4,7 @@
 // instantiate: linear_warpgroups<bfloat16, Act::gelu, Stores::tensor, 128, 256, 2, 1, 4, 2, 8, 1, 1>
 // instantiate: linear_warpgroups<half, Act::none, Stores::tensor, 128, 128, 1, 1, 6, 1, 8, 2, 1>
 // instantiate: linear_warpgroups<bfloat16, Act::silu, Stores::threads, 128, 128, 2, 1, 6, 2, 8, 1, 1>
-// instantiate: linear_warpgroups<bfloat16, Act::gelu, Stores::tensor, 128, 128, 2, 1, 6, 2, 8, 1, 4>
+// instantiate: linear_warpgroups<bfloat16, Act::gelu, Stores::tensor, 128, 128, 2, 1, 5, 1, 8, 1, 2>
 // instantiate: linear_warpgroups<bfloat16, Act::gelu_tanh, Stores::tensor, 256, 128, 2, 1, 4, 1, 8, 1, 1>
 #include "device/tile_epilogue.cuh"
 #include "device/warpgroup_tiles.cuh"
@@ -21,8 +21,6 @@ struct LinearWarpgroupsArgs {
   const T* b;         // [n]; may be null
   const T* residual;  // [rows, n]; may be null
   T* y;               // [rows, n]; may be residual
-  float* partials;    // [tiles, warpgroups, splits, sums of a warpgroup]; null without splits
-  u32* counters;      // [tiles, warpgroups], zeros; null without splits
   int rows;
   int n;
   int k;
@@ -53,7 +51,7 @@ __global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN * kTeams + 1) * 1
     prefetch_map(args.w_map);
     Ring::init();
   }
-  if constexpr (kCluster > 1) {
+  if constexpr (kCluster * kSplits > 1) {
     cluster_sync();
   } else {
     __syncthreads();
@@ -73,6 +71,7 @@ __global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN * kTeams + 1) * 1
     int box = 0;
     const int team = warpgroup / Shape::kTeam;
     int turn = 0;
+    u32 round = 1;
     bool first = true;  // tile of all
     while (tiles.take(tile)) {
       const int blocks = tile.last_block - tile.first_block;
@@ -96,7 +95,8 @@ __global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN * kTeams + 1) * 1
         }
       });
       if constexpr (kSplits > 1) {
-        if (!add_splits<Shape>(sums, tile, warpgroup, args.partials, args.counters)) continue;
+        round ^= 1;
+        if (!add_split(sums, tiles.split, warpgroup, round)) continue;
       }
       if constexpr (kStores == Stores::tensor) {
         store_warpgroup_tile<Shape, T>(
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN * kTeams + 1) * 1
     }
   }
   // Copies and arrivals of the others must find this CTA's shared memory.
-  if constexpr (kCluster > 1) cluster_sync();
+  if constexpr (kCluster * kSplits > 1) cluster_sync();
 #endif
 }
 
