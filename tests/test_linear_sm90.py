@@ -1,4 +1,4 @@
-"""linear by warpgroups of sm_90a, on the CPU twin: tails, clusters, stores and the epilogue."""
+"""linear by warpgroups of sm_90a: tails, clusters, teams, splits, stores and the epilogue."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 
 import numpy as np
 import pytest
-from conftest import assert_close, poisoned
+from conftest import assert_close, poisoned, to_numpy
+from graph_nodes import launched
 
 from cufuse import device, jit, ops, reference, tensor_map, tiles
 from cufuse.device import bfloat16
+from cufuse.ops import _matmul
 from cufuse.tiles import WarpgroupTile
-
-pytestmark = pytest.mark.cpu_kernels
 
 TILES = {
     "pair": WarpgroupTile(128, 128, 2, 1, 3, 2, 2, 1, 1, 1.0),
@@ -79,22 +79,26 @@ def check(rng, m, n, k, dtype, activation="gelu", plain=False):
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("m, n, k", [(9, 1, 8), (33, 7, 72), (130, 136, 264), (300, 130, 136)])
 @pytest.mark.parametrize("tile", ["pair", "single"])
+@pytest.mark.cpu_kernels
 def test_warpgroups_match_float64(by_warpgroups, rng, tile, m, n, k, dtype):
     by_warpgroups(tile)
     check(rng, m, n, k, dtype)
 
 
 @pytest.mark.parametrize("tile", [name for name in TILES if name not in ("pair", "single")])
+@pytest.mark.cpu_kernels
 def test_tiles_of_every_kind_match_float64(by_warpgroups, rng, tile):
     by_warpgroups(tile, ctas=2)
     check(rng, 150, 264, 328, bfloat16, "silu")
 
 
+@pytest.mark.cpu_kernels
 def test_a_product_alone(by_warpgroups, rng):
     by_warpgroups("pair")
     check(rng, 33, 72, 200, np.float16, plain=True)
 
 
+@pytest.mark.cpu_kernels
 def test_residual_may_be_the_output(by_warpgroups, rng):
     by_warpgroups("pair")
     x, w, _, residual = inputs(rng, 70, 136, 136, bfloat16)
@@ -104,17 +108,20 @@ def test_residual_may_be_the_output(by_warpgroups, rng):
     assert_close(out, wanted, bfloat16)
 
 
+@pytest.mark.cpu_kernels
 def test_results_without_words_go_through_threads(by_warpgroups, rng):
     by_warpgroups("splits")
     check(rng, 33, 37, 328, np.float16)
 
 
+@pytest.mark.cpu_kernels
 def test_a_k_with_fewer_blocks_than_splits_goes_elsewhere(by_warpgroups):
     tile = by_warpgroups("splits")
     assert tile.fits(tiles.TWIN, 72) and not tile.fits(tiles.TWIN, 64)
 
 
 @pytest.mark.parametrize("tile", ["pair", "teams of pairs", "splits"])
+@pytest.mark.cpu_kernels
 def test_no_order_of_copies_changes_a_bit(by_warpgroups, rng, tile):
     by_warpgroups(tile, ctas=4)
     x, w, b, _ = map(device.twin, inputs(rng, 140, 72, 328, bfloat16))
@@ -125,6 +132,7 @@ def test_no_order_of_copies_changes_a_bit(by_warpgroups, rng, tile):
     assert len(results) == 1
 
 
+@pytest.mark.cpu_kernels
 def test_rows_that_copies_cannot_reach_go_to_warps(by_warpgroups, rng):
     by_warpgroups("pair")
     x, w, _, _ = inputs(rng, 20, 24, 68, bfloat16)
@@ -145,3 +153,108 @@ def test_shared_bytes_are_those_of_the_kernel():
     tile = TILES["largest"]
     assert tile.shared_bytes(2) == 4 * 384 * 128 + 4 * 8192 + 64 + 2 * 512
     assert dataclasses.replace(tile, stages=3).shared_bytes(2) < tile.shared_bytes(2)
+
+
+# ---- on the GPU
+
+GPU_SHAPES = [
+    (1, 8, 8),
+    (7, 33, 72),
+    (33, 7, 200),
+    (65, 130, 64),
+    (130, 3420, 1032),
+    (129, 264, 4096),
+    (3420, 130, 520),
+    (3420, 3420, 264),
+    (300, 3421, 136),
+    (1024, 4096, 1024),
+]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Let the GPU take one tile for any number of rows; skip where it has no warpgroups."""
+    import cupy
+
+    if tiles.target_of(cupy.empty(1)).arch != "90a":
+        pytest.skip("needs sm_90a")
+
+    def take(tile=None):
+        if tile is not None:
+            monkeypatch.setattr(tiles, "_WARPGROUPS", (tile,))
+        monkeypatch.setattr(tiles, "WARPGROUP_ROWS", 0)
+        monkeypatch.setattr(tiles, "MAX_ROWS", 0)
+        tiles.choose.cache_clear()
+
+    yield take
+    tiles.choose.cache_clear()
+
+
+def check_on_gpu(rng, m, n, k, dtype, activation, splits=1):
+    import cupy
+
+    x, w, b, residual = inputs(rng, m, n, k, dtype)
+    out = poisoned((m, n), dtype, cupy.asarray)
+    there = [cupy.asarray(a) for a in (x, w, b, residual)]
+    with jit.record() as made:
+        ops.linear(*there[:3], activation=activation, residual=there[3], out=out)
+    by = "linear_warpgroups" if -(-k // 64) >= splits else "linear_tiles"
+    assert [launch.kernel for launch in made.launches] == [by]
+    got = to_numpy(out)
+    assert np.isfinite(got.astype(np.float32)).all()
+    rows = np.unique([0, m // 2, m - 1, *rng.integers(0, m, 30)])
+    x, w, b, residual = double(x[rows], w, b, residual[rows])
+    wanted = reference.linear(x, w, b, activation=activation, residual=residual)
+    assert_close(got[rows], wanted, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("m, n, k", GPU_SHAPES)
+@pytest.mark.parametrize(
+    "tile", tiles._WARPGROUPS, ids=lambda tile: "-".join(map(str, tile.template))
+)
+def test_every_tile_on_the_gpu(on_gpu, rng, tile, m, n, k, dtype):
+    on_gpu(tile)
+    check_on_gpu(rng, m, n, k, dtype, "gelu", tile.splits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("activation", _matmul.ACTIVATIONS)
+def test_every_activation_on_the_gpu(on_gpu, rng, activation, dtype):
+    on_gpu()
+    for m, n, k in ((130, 3420, 1032), (513, 131, 328)):
+        check_on_gpu(rng, m, n, k, dtype, activation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m, n, k", [(256, 4096, 4096), (3420, 3424, 1032), (2048, 4096, 2048)])
+def test_a_captured_product_has_the_same_bits(on_gpu, rng, m, n, k):
+    import cupy
+
+    on_gpu()
+    x, w, b, _ = map(cupy.asarray, inputs(rng, m, n, k, bfloat16))
+    out = poisoned((m, n), bfloat16, cupy.asarray)
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def work():
+        ops.linear(x, w, b, activation="gelu", out=out, stream=stream)
+
+    cupy.cuda.runtime.deviceSynchronize()
+    results = set()
+    for _ in range(3):
+        work()
+        stream.synchronize()
+        results.add(to_numpy(out).tobytes())
+    assert launched(work, stream) == ["linear_warpgroups"]
+    stream.begin_capture()
+    work()
+    graph = stream.end_capture()
+    for _ in range(3):
+        out.view(np.uint16)[...] = 0
+        cupy.cuda.runtime.deviceSynchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        results.add(to_numpy(out).tobytes())
+    assert len(results) == 1

@@ -115,9 +115,7 @@ struct RingFiller {
 
   // size_bytes that are read once in a launch, and so leave L2 first.
   template <typename AnyTracer>
-  CUFUSE_DEVICE void fill(const unsigned char* source,
-                          int size_bytes,
-                          AnyTracer& tracer) {
+  CUFUSE_DEVICE void fill(const unsigned char* source, int size_bytes, AnyTracer& tracer) {
     if (!begin_stage(tracer)) return;
     if constexpr (Shape::kCopies == Copies::bulk) {
       announce(size_bytes);

@@ -29,13 +29,12 @@ CUFUSE_DEVICE void store_linear(const Args<T>& args,
 // Returned as words of two values; n and `column` are even, and what lies outside of y is of no
 // account.
 template <Act kAct, typename T, template <typename> class Args>
-CUFUSE_DEVICE void finish_columns(
-    u32 (&results)[8][2],
-    const Args<T>& args,
-    int row,
-    int column,
-    const u32* bias,
-    const float* sums) {
+CUFUSE_DEVICE void finish_columns(u32 (&results)[8][2],
+                                  const Args<T>& args,
+                                  int row,
+                                  int column,
+                                  const u32* bias,
+                                  const float* sums) {
   float c[32];
 #pragma unroll
   for (int i = 0; i < 32; ++i) c[i] = sums[i];

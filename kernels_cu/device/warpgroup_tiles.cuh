@@ -122,7 +122,7 @@ struct WarpgroupRing {
 
 // A tile, and the part of its K that a CTA takes.
 struct WarpgroupTile {
-  int row, column;  // the first ones
+  int row, column;              // the first ones
   int first_block, last_block;  // the latter is not taken
 };
 
@@ -214,8 +214,7 @@ CUFUSE_DEVICE void multiply_warpgroup_tile(WarpgroupSums<Shape>& sums,
                                            F done) {
   using Ring = WarpgroupRing<Shape>;
   constexpr int kSlabs = Shape::kSlabs;
-  const int left =
-      warpgroup % Shape::kTeam / Shape::kWarpgroupsN * Shape::kRows * Shape::kRowBytes;
+  const int left = warpgroup % Shape::kTeam / Shape::kWarpgroupsN * Shape::kRows * Shape::kRowBytes;
   const int right = warpgroup % Shape::kWarpgroupsN * Shape::kColumns * Shape::kRowBytes;
   typename Ring::Cursor before = cursor;
   wgmma_fence(sums.d[0], sums.d[kSlabs - 1]);
@@ -289,8 +288,7 @@ CUFUSE_DEVICE bool add_split(WarpgroupSums<Shape>& sums, int split, int warpgrou
 template <typename Shape, typename T>
 CUFUSE_DEVICE u32 load_bias(const T* b, int n, int first_column, int warpgroup) {
   const int thread = threadIdx.x % 128;
-  const int column =
-      first_column + warpgroup % Shape::kWarpgroupsN * Shape::kColumns + thread * 2;
+  const int column = first_column + warpgroup % Shape::kWarpgroupsN * Shape::kColumns + thread * 2;
   const bool there = b && thread < Shape::kColumns / 2 && column < n;
   return there ? *reinterpret_cast<const u32*>(b + column) : 0;
 }

@@ -100,9 +100,8 @@ __global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN * kTeams + 1) * 1
       }
       if constexpr (kStores == Stores::tensor) {
         store_warpgroup_tile<Shape, T>(
-            sums, args.y_map, tile.row, tile.column, warpgroup,
-            share_bias<Shape>(word, warpgroup), box,
-            [&](u32(&results)[8][2], int row, int column, const u32* bias, const float* c) {
+            sums, args.y_map, tile.row, tile.column, warpgroup, share_bias<Shape>(word, warpgroup),
+            box, [&](u32(&results)[8][2], int row, int column, const u32* bias, const float* c) {
               finish_columns<kAct>(results, args, row, column, bias, c);
             });
       } else {
