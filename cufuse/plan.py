@@ -504,17 +504,21 @@ class Plan:
                 yield from self.fills(step, tile)
 
     def multiplier(self, cta: int) -> Iterator[Event]:
-        """List what gathers, multiplies and attends. A CTA without a tile does not read either."""
+        """List what gathers, multiplies and attends. A CTA without a tile does not read either.
+
+        Every group of warps takes its first block of a phase before it gathers.
+        """
+        panels = 0
         for step in self.steps:
             mine = self.tiles_of(step, cta)
             if step.phase == "attention":
                 yield from (self._attend(step, tile) for tile in mine)
             elif mine:
                 yield Gather(self._x(step))
-                group, blocks = 0, self.cut(step.phase).blocks
+                blocks = self.cut(step.phase).blocks
                 for tile in mine:
-                    yield Multiply(step, tile, blocks, group)
-                    group = (group + blocks) % PANEL_GROUPS
+                    yield Multiply(step, tile, blocks, panels * blocks % PANEL_GROUPS)
+                    panels += 1
                 if step.phase == "head" and self.filtered and cta == 0:
                     best, drawn = self.best(step.token), self.drawn(step.token)
                     logits = Words("logits", 0, self.config.vocab_size, best.tag)

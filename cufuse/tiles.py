@@ -439,15 +439,17 @@ class DecodeTile:
 def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
     """Choose the tile of a model's decode step; raises Unsupported where none fits.
 
-    Measured on an H200, bf16, 512 tokens in the cache unless said otherwise, us a token back to
-    back, 2026-11-30, all rows in benchmarks/results. Windows (calm and other): Llama-3.2-1B 2 and 4
-    620, 2 and 3 628, 3 and 3 636, 1 and 3 659; Qwen3-0.6B 1 and 3 491, 1 and 2 499, 2 and 3 505, 2
-    and 2 507; Llama-3.1-8B 3 and 4 3445, 4 and 4 3454, 3 and 3 3482, 2 and 4 3541. What waits for
-    its hand-offs waits behind what is on its way from memory; the larger a model, the more it is
-    memory that it waits for. Slices of the values, 4, 2 and 1: Llama-3.2-1B 607, 615, 621, with
-    8192 tokens 702, 696, 705; Qwen3-0.6B 488, 496, 506; Llama-3.1-8B with 32768 tokens 4818, 4714,
-    4751. Stages of 8 KB: SmolLM2-135M 349 instead of 365, Qwen3-0.6B 562 instead of 488. Chunks a
-    split, 2, 3, 4 and 8: Qwen3-0.6B 515, 499, 488, 499.
+    Measured on an H200, bf16, 512 tokens in the cache (SmolLM2 256), us a token back to back, all
+    rows in benchmarks/results. 2026-12-01, windows (calm and other): Llama-3.2-1B 3 and 3 575, 3
+    and 4 577, 2 and 3 580, 2 and 4 581; Qwen3-0.6B 1 and 2 439, 1 and 3 443, 2 and 2 443;
+    SmolLM2-135M 2 and 3 268, 1 and 2 274, 2 and 2 275; Llama-3.1-8B 3 and 4 3295, 3 and 5 3296.
+    What waits for its hand-offs waits behind what is on its way from memory; the larger a model,
+    the more it is memory that it waits for. Stages of 8 KB instead of 16: SmolLM2-135M 285,
+    Qwen3-0.6B 453. Slices of the values, 4 and 2: Qwen3-0.6B 439, 447, SmolLM2-135M 274, 276.
+    Chunks a split, 3 and 4: Qwen3-0.6B 446, 444, Llama-3.2-1B 581, 584. Probe of the first, a
+    middle and the last word: Qwen3-0.6B 414, 416, 424, Llama-3.2-1B 575, 576, 572, SmolLM2-135M
+    267, 268, 266. 2026-11-30, slices of the values, 4, 2 and 1: Llama-3.2-1B with 8192 tokens 702,
+    696, 705; Llama-3.1-8B with 32768 tokens 4818, 4714, 4751.
     """
     bulk = target.arch == "twin" or int(target.arch.rstrip("af")) >= 90
     ctas = min(target.sm_count, -(-config.vocab_size // 16))

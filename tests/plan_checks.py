@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from cufuse import pack
 from cufuse.plan import (
@@ -27,6 +27,7 @@ from cufuse.plan import (
     Words,
 )
 
+NORMED = ("qkv", "gate_up", "head")  # the finisher scales their sums
 PARTIALS = 4  # panels whose sums are on their way: DecodeShape::kPartials
 
 
@@ -310,6 +311,7 @@ class Cta:
         self.landed: set[int] = set()
         self.released: set[int] = set()
         self.barrier = 0
+        self.gathered: Counter[object] = Counter()  # groups that have gathered for a step
         self.arrived: Counter[int] = Counter()  # groups that have stored the sums of a panel
         self.finished = 0
 
@@ -388,17 +390,44 @@ class Simulation:
                 cta.released.add(i)
             taken += count
 
-        for event in self.plan.multiplier(number):
-            if type(event) is Gather:
-                yield from sync()
-                yield from self.wait(event.words)
-                yield from sync()
-            elif type(event) is Multiply:
-                yield from take(event.blocks, (group - event.first_group) % PANEL_GROUPS)
-                panel = panels
-                yield "room for sums", lambda panel=panel: cta.finished + PARTIALS > panel
-                cta.arrived[panel] += 1
+        def multiply(words: tuple[Words, ...], products: list[Multiply]) -> Agent:
+            """One block ahead: before x is there, and before the sums of a panel are stored."""
+            nonlocal taken, panels
+            unread, mine = panels, []
+            for product in products:
+                first = (group - product.first_group) % PANEL_GROUPS
+                blocks = range(taken + first, taken + product.blocks, PANEL_GROUPS)
+                if blocks:
+                    mine.append((panels, blocks))
+                taken += product.blocks
                 panels += 1
+            ahead = iter([stage for _, blocks in mine for stage in blocks])
+
+            def take_next() -> Agent:
+                if (i := next(ahead, None)) is not None:
+                    yield f"stage {i}", lambda: i in cta.landed
+                    cta.released.add(i)
+
+            yield "the finisher to have read all sums", lambda: cta.finished >= unread
+            yield from take_next()
+            yield from sync()
+            yield from self.wait(words)
+            cta.gathered[products[0].step] += 1
+            yield from sync()
+            for panel, blocks in mine:
+                for _ in blocks:
+                    yield from take_next()
+                if panel >= unread + PARTIALS:
+                    yield "room for sums", lambda panel=panel: cta.finished + PARTIALS > panel
+                cta.arrived[panel] += 1
+
+        events = list(self.plan.multiplier(number))
+        for place, event in enumerate(events):
+            if type(event) is Gather:
+                products = takewhile(lambda e: type(e) is Multiply, events[place + 1 :])
+                yield from multiply(event.words, list(products))
+            elif type(event) is Multiply:
+                pass  # with what it gathers
             elif type(event) is Draw:
                 yield from self.wait(event.words)
                 yield from sync()
@@ -420,7 +449,10 @@ class Simulation:
     def finisher(self, number: int, cta: Cta) -> Agent:
         for event in self.plan.finisher(number):
             if type(event) is Finish:
-                yield "sums", lambda: cta.arrived[cta.finished] == PANEL_GROUPS
+                step, groups = event.step, min(self.plan.cut(event.step.phase).blocks, PANEL_GROUPS)
+                if step.phase in NORMED:
+                    yield "squares", lambda step=step: cta.gathered[step] == PANEL_GROUPS
+                yield "sums", lambda groups=groups: cta.arrived[cta.finished] == groups
                 cta.finished += 1
             elif type(event) is Wait:
                 yield from self.wait(event.words)

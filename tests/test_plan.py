@@ -332,7 +332,7 @@ def test_splits_in_ascending_order_wait_for_themselves():
 
 def test_a_simulation_finds_who_is_lapped():
     assert "middle" in stuck(small("narrow", 24, 0, IdleReads, n_tokens=2))
-    assert "appended" in stuck(small("narrow", 3, 64, OnePlace, **DRAWN))
+    assert "appended" in stuck(small("narrow", 16, 200, OnePlace, **DRAWN))
 
 
 class LostStage(Plan):
