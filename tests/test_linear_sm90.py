@@ -1,4 +1,4 @@
-"""linear by warpgroups of sm_90a: tails, clusters, teams, splits, stores and the epilogue."""
+"""linear by warpgroups of sm_90a: tails, teams, stores and the epilogue."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from cufuse.ops import _matmul
 from cufuse.tiles import WarpgroupTile
 
 TILES = {
-    "pair": WarpgroupTile(128, 128, 2, 1, 3, 2, 2, 1, 1, 1.0),
-    "single": WarpgroupTile(128, 128, 2, 1, 3, 1, 2, 1, 1, 1.0),
-    "teams": WarpgroupTile(64, 64, 1, 1, 3, 1, 2, 2, 1, 1.0),
-    "teams of pairs": WarpgroupTile(128, 64, 1, 1, 2, 2, 2, 2, 1, 1.0),
-    "columns": WarpgroupTile(64, 128, 1, 2, 2, 1, 3, 1, 1, 1.0),
-    "one warpgroup": WarpgroupTile(64, 64, 1, 1, 2, 2, 8, 1, 1, 1.0),
-    "slabs": WarpgroupTile(256, 64, 2, 1, 2, 1, 1, 1, 1, 1.0),
-    "largest": WarpgroupTile(128, 256, 2, 1, 4, 2, 8, 1, 1, 1.0),
-    "splits": WarpgroupTile(128, 64, 2, 1, 2, 1, 8, 1, 2, 1.0),
-    "splits of columns": WarpgroupTile(64, 128, 1, 2, 2, 1, 8, 1, 2, 1.0),
+    "single": WarpgroupTile(128, 128, 2, 1, 3, 2, 1, 1, 1),
+    "teams": WarpgroupTile(64, 64, 1, 1, 3, 2, 2, 1, 1),
+    "teams of slabs": WarpgroupTile(128, 64, 1, 1, 2, 2, 2, 1, 1),
+    "three teams": WarpgroupTile(64, 64, 1, 1, 2, 2, 3, 1, 1),
+    "columns": WarpgroupTile(64, 128, 1, 2, 2, 3, 1, 1, 1),
+    "one warpgroup": WarpgroupTile(64, 64, 1, 1, 2, 8, 1, 1, 1),
+    "slabs": WarpgroupTile(256, 64, 2, 1, 2, 1, 1, 1, 1),
+    "largest": WarpgroupTile(128, 256, 2, 1, 4, 8, 1, 1, 1),
 }
 
 
@@ -78,14 +76,14 @@ def check(rng, m, n, k, dtype, activation="gelu", plain=False):
 
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("m, n, k", [(9, 1, 8), (33, 7, 72), (130, 136, 264), (300, 130, 136)])
-@pytest.mark.parametrize("tile", ["pair", "single"])
+@pytest.mark.parametrize("tile", ["teams", "single"])
 @pytest.mark.cpu_kernels
 def test_warpgroups_match_float64(by_warpgroups, rng, tile, m, n, k, dtype):
     by_warpgroups(tile)
     check(rng, m, n, k, dtype)
 
 
-@pytest.mark.parametrize("tile", [name for name in TILES if name not in ("pair", "single")])
+@pytest.mark.parametrize("tile", [name for name in TILES if name not in ("teams", "single")])
 @pytest.mark.cpu_kernels
 def test_tiles_of_every_kind_match_float64(by_warpgroups, rng, tile):
     by_warpgroups(tile, ctas=2)
@@ -94,13 +92,13 @@ def test_tiles_of_every_kind_match_float64(by_warpgroups, rng, tile):
 
 @pytest.mark.cpu_kernels
 def test_a_product_alone(by_warpgroups, rng):
-    by_warpgroups("pair")
+    by_warpgroups("single")
     check(rng, 33, 72, 200, np.float16, plain=True)
 
 
 @pytest.mark.cpu_kernels
 def test_residual_may_be_the_output(by_warpgroups, rng):
-    by_warpgroups("pair")
+    by_warpgroups("single")
     x, w, _, residual = inputs(rng, 70, 136, 136, bfloat16)
     out = device.twin(residual.copy())
     ops.linear(device.twin(x), device.twin(w), residual=out, out=out)
@@ -110,17 +108,11 @@ def test_residual_may_be_the_output(by_warpgroups, rng):
 
 @pytest.mark.cpu_kernels
 def test_results_without_words_go_through_threads(by_warpgroups, rng):
-    by_warpgroups("splits")
+    by_warpgroups("teams")
     check(rng, 33, 37, 328, np.float16)
 
 
-@pytest.mark.cpu_kernels
-def test_a_k_with_fewer_blocks_than_splits_goes_elsewhere(by_warpgroups):
-    tile = by_warpgroups("splits")
-    assert tile.fits(tiles.TWIN, 72) and not tile.fits(tiles.TWIN, 64)
-
-
-@pytest.mark.parametrize("tile", ["pair", "teams of pairs", "splits"])
+@pytest.mark.parametrize("tile", ["single", "teams", "three teams"])
 @pytest.mark.cpu_kernels
 def test_no_order_of_copies_changes_a_bit(by_warpgroups, rng, tile):
     by_warpgroups(tile, ctas=4)
@@ -134,7 +126,7 @@ def test_no_order_of_copies_changes_a_bit(by_warpgroups, rng, tile):
 
 @pytest.mark.cpu_kernels
 def test_rows_that_copies_cannot_reach_go_to_warps(by_warpgroups, rng):
-    by_warpgroups("pair")
+    by_warpgroups("single")
     x, w, _, _ = inputs(rng, 20, 24, 68, bfloat16)
     with jit.record() as made:
         got = ops.linear(device.twin(x), device.twin(w))
@@ -190,7 +182,7 @@ def on_gpu(monkeypatch):
     tiles.choose.cache_clear()
 
 
-def check_on_gpu(rng, m, n, k, dtype, activation, splits=1):
+def check_on_gpu(rng, m, n, k, dtype, activation):
     import cupy
 
     x, w, b, residual = inputs(rng, m, n, k, dtype)
@@ -198,8 +190,7 @@ def check_on_gpu(rng, m, n, k, dtype, activation, splits=1):
     there = [cupy.asarray(a) for a in (x, w, b, residual)]
     with jit.record() as made:
         ops.linear(*there[:3], activation=activation, residual=there[3], out=out)
-    by = "linear_warpgroups" if -(-k // 64) >= splits else "linear_tiles"
-    assert [launch.kernel for launch in made.launches] == [by]
+    assert [launch.kernel for launch in made.launches] == ["linear_warpgroups"]
     got = to_numpy(out)
     assert np.isfinite(got.astype(np.float32)).all()
     rows = np.unique([0, m // 2, m - 1, *rng.integers(0, m, 30)])
@@ -216,7 +207,7 @@ def check_on_gpu(rng, m, n, k, dtype, activation, splits=1):
 )
 def test_every_tile_on_the_gpu(on_gpu, rng, tile, m, n, k, dtype):
     on_gpu(tile)
-    check_on_gpu(rng, m, n, k, dtype, "gelu", tile.splits)
+    check_on_gpu(rng, m, n, k, dtype, "gelu")
 
 
 @pytest.mark.gpu

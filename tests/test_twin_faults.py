@@ -163,8 +163,8 @@ def check_warpgroups():
         check_packed(40, 80, 840)
 
 
-def check_tensor_tiles(tile=(64, 128, 1, 1, 2, 2, 8, 1, 1)):
-    tile = tiles.WarpgroupTile(*tile, 1.0)
+def check_tensor_tiles(tile=(64, 128, 1, 1, 2, 8, 1)):
+    tile = tiles.WarpgroupTile(*tile, 1, 1)
     target = tiles.Target("90a", 2, 227 * 1024)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(tiles, "TWIN", target)
@@ -176,11 +176,7 @@ def check_tensor_tiles(tile=(64, 128, 1, 1, 2, 2, 8, 1, 1)):
 
 
 def check_tensor_teams():
-    check_tensor_tiles((64, 64, 1, 1, 3, 1, 8, 2, 1))
-
-
-def check_tensor_splits():
-    check_tensor_tiles((128, 64, 2, 1, 2, 1, 8, 1, 2))
+    check_tensor_tiles((64, 64, 1, 1, 3, 8, 2))
 
 
 def check_attention(q_len=40):
@@ -211,14 +207,12 @@ CHECKS = (
     check_warpgroups,
     check_tensor_tiles,
     check_tensor_teams,
-    check_tensor_splits,
     check_attention,
     check_decode,
 )
 EXCHANGE = "planted/exchange.cu"
 RACE = r"a race in shared memory: .*(write|read) by warp \d+ lane \d+ at kernels_cu/\S+:\d+ and "
 IN_FLIGHT = r"a copy in flight was not waited for: .* at kernels_cu/\S+:\d+ and copy's write by "
-BETWEEN = r"a race in shared memory: .*by block "
 WRONG = r"Not equal|Mismatched|assert"
 
 # name: check, file, text, its replacement, which occurrence, what is reported
@@ -545,22 +539,6 @@ FAULTS = {
         "",
         0,
         "copy|race|hangs",
-    ),
-    "tensor tiles: sums of the other half taken too early": (
-        check_tensor_splits,
-        "device/warpgroup_tiles.cuh",
-        "mbarrier_wait_cluster(met, round);",
-        "",
-        0,
-        BETWEEN,
-    ),
-    "tensor tiles: sums sent over those that are not read": (
-        check_tensor_splits,
-        "device/warpgroup_tiles.cuh",
-        "mbarrier_wait_read(met + 1, round ^ 1);",
-        "",
-        0,
-        BETWEEN,
     ),
     "attention: a block read before landing": (
         check_attention,

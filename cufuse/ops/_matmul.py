@@ -127,7 +127,7 @@ def _multiply_by_warpgroups(
     by_tensor = tensor_map.fits(y) and all(device.address(array) % 4 == 0 for array in words)
     maps = {
         "x_map": tensor_map.rows(args["x"], tile.block_m),
-        "w_map": tensor_map.rows(args["w"], tile.shared_weight_rows),
+        "w_map": tensor_map.rows(args["w"], tile.block_n),
         "y_map": tensor_map.rows(y, 64) if by_tensor else tensor_map.NONE,
     }
     stores = f"Stores::{'tensor' if by_tensor else 'threads'}"
@@ -145,7 +145,6 @@ def _multiply_by_warpgroups(
         {**maps, **args},
         like=y,
         shared_bytes=shape.shared_bytes,
-        cluster=tile.together,
         stream=stream,
     )
 

@@ -554,16 +554,6 @@ CUFUSE_DEVICE void copy_tensor(
       "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
       : "memory");
 }
-// The same to this place in every CTA of the cluster whose bit is set in `ranks`, each of which
-// hears of it at its own barrier in this place.
-CUFUSE_DEVICE void copy_tensor(
-    void* shared, const TensorMap& map, int row, int column, u64* barrier, u32 ranks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
-      "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(static_cast<u16>(ranks))
-      : "memory");
-}
 
 // Copy a box from shared memory to (row, column), but for what lies outside of the matrix. Groups
 // and fences as for `store_bulk`.
@@ -635,17 +625,6 @@ CUFUSE_DEVICE void mbarrier_wait_cluster(u64* barrier, u32 parity) {
         : "memory");
   } while (!done);
 }
-
-// The same for threads that have only read: whoever waits may overwrite that by copies. Nothing is
-// made visible; a release to the cluster makes the thread wait for all its accesses (MEMBAR.GPU).
-CUFUSE_DEVICE void mbarrier_arrive_remote_read(u64* barrier, u32 rank) {
-  asm volatile(
-      "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
-      "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(shared_address(barrier)),
-      "r"(rank)
-      : "memory");
-}
-CUFUSE_DEVICE void mbarrier_wait_read(u64* barrier, u32 parity) { mbarrier_wait(barrier, parity); }
 
 #endif  // sm_90
 

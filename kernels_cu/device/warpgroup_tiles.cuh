@@ -1,10 +1,10 @@
 // y = x w^T for many rows on sm_90a: CTAs that walk over tiles of kBlockM rows of x by kBlockN
 // weight rows. One thread fills a ring of kStages blocks of K by tensor copies, far ahead and into
-// the next tile; the other warpgroups multiply by wgmma and finish their part of a tile. The CTAs
-// of a cluster take tiles below each other: each copies its share of the weights to all of them.
+// the next tile; the other warpgroups multiply by wgmma and finish their part of a tile.
 //
-// Every sum runs over K in ascending steps into one accumulator, as in device/tile_matmul.cuh, or
-// into one for each half of K.
+// Every sum runs over K in ascending steps into one accumulator, as in device/tile_matmul.cuh.
+// Pairs of CTAs that share weights by multicast, or K, were no faster (H200, bfloat16: 4096 x 14336
+// x 4096 632 us instead of 629; 256 x 4096 x 4096 21.7 us instead of 17.9).
 #pragma once
 
 #include "device/ring.cuh"
@@ -12,54 +12,40 @@
 
 namespace cufuse {
 
-// kWarpgroupsM x kWarpgroupsN warpgroups are a team and multiply a tile; kGroupM tiles of a
-// cluster's height are walked over side by side. kTeams teams take tiles in turn: while one
-// finishes its tile, the next, whose blocks come after in the ring, has the tensor cores.
-// kSplits = 2: a cluster is two CTAs that share the K of a tile, which has two blocks at least, and
-// each finish what one of their two warpgroups has.
+// kWarpgroupsM x kWarpgroupsN warpgroups are a team and multiply a tile; kGroupM tiles below each
+// other are walked over side by side. kTeams teams take tiles in turn: while one finishes its tile,
+// the next, whose blocks come after in the ring, has the tensor cores.
 template <int kBlockM_,
           int kBlockN_,
           int kWarpgroupsM_,
           int kWarpgroupsN_,
           int kStages_,
-          int kCluster_,
           int kGroupM_,
-          int kTeams_,
-          int kSplits_>
+          int kTeams_>
 struct WarpgroupShape {
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_, kBlockK = 64;
   static constexpr int kWarpgroupsM = kWarpgroupsM_, kWarpgroupsN = kWarpgroupsN_;
-  static constexpr int kStages = kStages_, kCluster = kCluster_;
-  static constexpr int kGroupM = kGroupM_, kTeams = kTeams_;
-  static constexpr int kSplits = kSplits_;
+  static constexpr int kStages = kStages_, kGroupM = kGroupM_, kTeams = kTeams_;
   static constexpr int kTeam = kWarpgroupsM * kWarpgroupsN, kMultipliers = kTeam * kTeams;
   static constexpr int kThreads = (kMultipliers + 1) * 128;
   static constexpr int kRows = kBlockM / kWarpgroupsM, kColumns = kBlockN / kWarpgroupsN;
   static constexpr int kSlabs = kRows / 64, kSums = kColumns / 2;
   static constexpr int kRowBytes = kBlockK * 2;
   static constexpr int kStageBytes = (kBlockM + kBlockN) * kRowBytes;
-  static constexpr int kSharedRows = kBlockN / kCluster;  // weight rows that each CTA copies
   // A warpgroup's results wait in boxes of 64 rows and columns for the copies that store them.
   static constexpr int kBoxBytes = 64 * 128, kBoxes = 2;
   static constexpr int kBoxesAt = kStages * kStageBytes;
   static constexpr int kBarriersAt = kBoxesAt + kMultipliers * kBoxes * kBoxBytes;
   static constexpr int kBiasAt = kBarriersAt + 2 * kStages * 8;
   static constexpr int kBiasBytes = kColumns * 2;  // of a warpgroup
-  // Sums of the other CTA's half of K, and barriers that say that they are there and were read.
-  static constexpr int kMeetingAt = kBiasAt + kMultipliers * kBiasBytes;
-  static constexpr int kMeetingBytes = kSplits > 1 ? kRows * kColumns * 4 + 16 : 0;
-  static constexpr int kSharedBytes = kMeetingAt + kMeetingBytes;
+  static constexpr int kSharedBytes = kBiasAt + kMultipliers * kBiasBytes;
   // What 64 K registers leave: the warpgroup that copies needs few.
   static constexpr int kFew = kMultipliers == 2 ? 40 : 32;
   static constexpr int kMany = kMultipliers == 2 ? 232 : 160;
   static_assert(kRows % 64 == 0 && kColumns % 64 == 0, "a warpgroup has whole boxes");
   static_assert(kSlabs * kSums <= 128, "the sums have to fit into registers");
   static_assert(kMultipliers >= 1 && kMultipliers <= 3, "registers are for three at most");
-  static_assert(kCluster == 1 || kCluster == 2, "clusters are pairs");
-  static_assert(kSharedRows % 8 == 0 && kSharedRows <= 256 && kBlockM <= 256, "boxes of a copy");
-  static_assert(kSplits == 1 || kSplits == 2, "two CTAs exchange sums");
-  static_assert(kSplits == 1 || (kTeams == 1 && kTeam == 2 && kCluster == 1),
-                "each CTA finishes what one of its two warpgroups has");
+  static_assert(kBlockM <= 256 && kBlockN <= 256, "boxes of a copy");
 };
 
 // Where results go: by tensor copies, or by the threads, where rows are not multiples of 16 bytes.
@@ -81,64 +67,36 @@ struct WarpgroupRing {
     return reinterpret_cast<u64*>(dynamic_shared<unsigned char>() + Shape::kBarriersAt) + stage;
   }
   static CUFUSE_DEVICE u64* empty(int stage) { return full(Shape::kStages + stage); }
-  // The sums of the other CTA are there; the next word: it has read those from here.
-  static CUFUSE_DEVICE u64* met() {
-    return reinterpret_cast<u64*>(dynamic_shared<unsigned char>() + Shape::kMeetingAt +
-                                  Shape::kRows * Shape::kColumns * 4);
-  }
 
-  // By one thread, before a barrier of the cluster.
+  // By one thread, before a barrier of the CTA.
   static CUFUSE_DEVICE void init() {
     for (int stage = 0; stage < Shape::kStages; ++stage) {
       mbarrier_init(full(stage), 1);
-      mbarrier_init(empty(stage), Shape::kTeam * 4 * Shape::kCluster);
-    }
-    if constexpr (Shape::kSplits > 1) {
-      mbarrier_init(met(), 4);
-      mbarrier_init(met() + 1, 4);
+      mbarrier_init(empty(stage), Shape::kTeam * 4);
     }
     fence_mbarrier_init();
   }
 
-  // A stage is free when no CTA of the cluster reads it: its weights come from all.
-  static CUFUSE_DEVICE void wait_empty(const Cursor& cursor) {
-    if constexpr (Shape::kCluster > 1) {
-      mbarrier_wait_read(empty(cursor.stage), cursor.round ^ 1);
-    } else {
-      mbarrier_wait(empty(cursor.stage), cursor.round ^ 1);
-    }
-  }
-
   // By each warp of the team.
   static CUFUSE_DEVICE void release(const Cursor& cursor) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (Shape::kCluster > 1) {
-      if (lane < Shape::kCluster) mbarrier_arrive_remote_read(empty(cursor.stage), lane);
-    } else {
-      if (lane == 0) mbarrier_arrive(empty(cursor.stage));
-    }
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty(cursor.stage));
   }
 };
 
-// A tile, and the part of its K that a CTA takes.
 struct WarpgroupTile {
-  int row, column;              // the first ones
-  int first_block, last_block;  // the latter is not taken
+  int row, column;  // the first ones
 };
 
-// The tiles of a CTA, in the order in which its cluster takes them.
+// The tiles of a CTA in their order, and the blocks of K of each.
 template <typename Shape>
 struct WarpgroupTiles {
-  int tiles_m, tiles_n, blocks, rank, split, step, next;
+  int tiles_m, tiles_n, blocks, next;
 
   CUFUSE_DEVICE WarpgroupTiles(int rows, int n, int k) {
     blocks = (k + Shape::kBlockK - 1) / Shape::kBlockK;
-    tiles_m = (rows + Shape::kBlockM * Shape::kCluster - 1) / (Shape::kBlockM * Shape::kCluster);
+    tiles_m = (rows + Shape::kBlockM - 1) / Shape::kBlockM;
     tiles_n = (n + Shape::kBlockN - 1) / Shape::kBlockN;
-    rank = static_cast<int>(blockIdx.x) % Shape::kCluster;
-    split = static_cast<int>(blockIdx.x) % Shape::kSplits;
-    step = static_cast<int>(gridDim.x) / (Shape::kCluster * Shape::kSplits);
-    next = static_cast<int>(blockIdx.x) / (Shape::kCluster * Shape::kSplits);
+    next = static_cast<int>(blockIdx.x);
   }
 
   CUFUSE_DEVICE bool are_left() const { return next < tiles_m * tiles_n; }
@@ -150,11 +108,9 @@ struct WarpgroupTiles {
     const int group = next / per_group;
     const int height = min(tiles_m - group * Shape::kGroupM, Shape::kGroupM);
     const int rest = next - group * per_group;
-    tile.row = ((group * Shape::kGroupM + rest % height) * Shape::kCluster + rank) * Shape::kBlockM;
+    tile.row = (group * Shape::kGroupM + rest % height) * Shape::kBlockM;
     tile.column = rest / height * Shape::kBlockN;
-    tile.first_block = blocks * split / Shape::kSplits;
-    tile.last_block = blocks * (split + 1) / Shape::kSplits;
-    next += step;
+    next += static_cast<int>(gridDim.x);
     return true;
   }
 };
@@ -165,23 +121,17 @@ CUFUSE_DEVICE void fill_warpgroup_ring(WarpgroupTiles<Shape> tiles,
                                        const TensorMap& x,
                                        const TensorMap& w) {
   using Ring = WarpgroupRing<Shape>;
-  const int share = tiles.rank * Shape::kSharedRows;
   typename Ring::Cursor cursor;
   WarpgroupTile tile;
   while (tiles.take(tile)) {
 #pragma unroll 1
-    for (int block = tile.first_block; block < tile.last_block; ++block) {
-      Ring::wait_empty(cursor);
+    for (int block = 0; block < tiles.blocks; ++block) {
+      mbarrier_wait(Ring::empty(cursor.stage), cursor.round ^ 1);
       u64* full = Ring::full(cursor.stage);
       mbarrier_arrive_expect_tx(full, Shape::kStageBytes);
       const int column = block * Shape::kBlockK;
       copy_tensor(Ring::left(cursor), x, tile.row, column, full);
-      if constexpr (Shape::kCluster > 1) {
-        copy_tensor(Ring::right(cursor) + share * Shape::kRowBytes, w, tile.column + share, column,
-                    full, (1u << Shape::kCluster) - 1);
-      } else {
-        copy_tensor(Ring::right(cursor), w, tile.column, column, full);
-      }
+      copy_tensor(Ring::right(cursor), w, tile.column, column, full);
       cursor.template advance<1>();
     }
   }
@@ -243,44 +193,6 @@ CUFUSE_DEVICE void multiply_warpgroup_tile(WarpgroupSums<Shape>& sums,
   done();
   wgmma_wait<0>(sums.d[0], sums.d[kSlabs - 1]);
   Ring::release(before);
-}
-
-// Two CTAs have each half of K in the sums of both their warpgroups: one of these is sent to the
-// other CTA, and with the other one's addition the rest is whole: true. `round` is 0 for a CTA's
-// first tile, then 1, 0 and so on.
-template <typename Shape>
-CUFUSE_DEVICE bool add_split(WarpgroupSums<Shape>& sums, int split, int warpgroup, u32 round) {
-  constexpr int kVectors = Shape::kSlabs * Shape::kSums / 4;
-  const int thread = threadIdx.x % 128;
-  const int other = split ^ 1;
-  u64* met = WarpgroupRing<Shape>::met();
-  float4* here =
-      reinterpret_cast<float4*>(dynamic_shared<unsigned char>() + Shape::kMeetingAt) + thread;
-  if (warpgroup != split) {
-    mbarrier_wait_read(met + 1, round ^ 1);
-    float4* there = map_shared(here, other);
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const float* c = &sums.d[i * 4 / Shape::kSums][i * 4 % Shape::kSums];
-      there[i * 128] = make_float4(c[0], c[1], c[2], c[3]);
-    }
-    __syncwarp();
-    if (thread % 32 == 0) mbarrier_arrive_remote(met, other);
-    return false;
-  }
-  mbarrier_wait_cluster(met, round);
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    float* c = &sums.d[i * 4 / Shape::kSums][i * 4 % Shape::kSums];
-    const float4 more = here[i * 128];
-    c[0] += more.x;
-    c[1] += more.y;
-    c[2] += more.z;
-    c[3] += more.w;
-  }
-  __syncwarp();
-  if (thread % 32 == 0) mbarrier_arrive_remote_read(met + 1, other);
-  return true;
 }
 
 // The bias of a warpgroup's columns waits in shared memory: a load for each of them when the sums

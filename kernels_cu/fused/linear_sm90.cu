@@ -1,11 +1,11 @@
 // y = act(x w^T + b) + residual for many rows of 16-bit values, on sm_90a: CTAs that stay walk over
 // the tiles, copies and products run beside each other (device/warpgroup_tiles.cuh), and everything
 // between the sum and the store happens in float32. Bounded by the tensor cores.
-// instantiate: linear_warpgroups<bfloat16, Act::gelu, Stores::tensor, 128, 256, 2, 1, 4, 2, 8, 1, 1>
-// instantiate: linear_warpgroups<half, Act::none, Stores::tensor, 128, 128, 1, 1, 6, 1, 8, 2, 1>
-// instantiate: linear_warpgroups<bfloat16, Act::silu, Stores::threads, 128, 128, 2, 1, 6, 2, 8, 1, 1>
-// instantiate: linear_warpgroups<bfloat16, Act::gelu, Stores::tensor, 128, 128, 2, 1, 5, 1, 8, 1, 2>
-// instantiate: linear_warpgroups<bfloat16, Act::gelu_tanh, Stores::tensor, 256, 128, 2, 1, 4, 1, 8, 1, 1>
+// instantiate: linear_warpgroups<bfloat16, Act::gelu, Stores::tensor, 128, 256, 2, 1, 4, 8, 1>
+// instantiate: linear_warpgroups<half, Act::none, Stores::tensor, 128, 128, 1, 1, 6, 16, 2>
+// instantiate: linear_warpgroups<bfloat16, Act::silu, Stores::threads, 128, 128, 2, 1, 6, 8, 1>
+// instantiate: linear_warpgroups<bfloat16, Act::gelu_tanh, Stores::tensor, 256, 128, 2, 1, 4, 8, 1>
+// instantiate: linear_warpgroups<half, Act::quick_gelu, Stores::tensor, 64, 128, 1, 1, 8, 8, 1>
 #include "device/tile_epilogue.cuh"
 #include "device/warpgroup_tiles.cuh"
 
@@ -14,7 +14,7 @@ namespace cufuse {
 template <typename T>
 struct LinearWarpgroupsArgs {
   TensorMap x_map;    // x in boxes of kBlockM rows
-  TensorMap w_map;    // w in boxes of the rows that a CTA of the cluster copies
+  TensorMap w_map;    // w in boxes of kBlockN rows
   TensorMap y_map;    // y in boxes of 64 rows; none for Stores::threads
   const T* x;         // [rows, k]
   const T* w;         // [n, k]
@@ -34,15 +34,13 @@ template <typename T,
           int kWarpgroupsM,
           int kWarpgroupsN,
           int kStages,
-          int kCluster,
           int kGroupM,
-          int kTeams,
-          int kSplits>
+          int kTeams>
 __global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN * kTeams + 1) * 128, 1)
     linear_warpgroups(const __grid_constant__ LinearWarpgroupsArgs<T> args) {
 #if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Shape = WarpgroupShape<kBlockM, kBlockN, kWarpgroupsM, kWarpgroupsN, kStages, kCluster,
-                               kGroupM, kTeams, kSplits>;
+  using Shape =
+      WarpgroupShape<kBlockM, kBlockN, kWarpgroupsM, kWarpgroupsN, kStages, kGroupM, kTeams>;
   using Ring = WarpgroupRing<Shape>;
   const int thread = static_cast<int>(threadIdx.x);
   const int warpgroup = uniform(thread / 128);
@@ -51,11 +49,7 @@ __global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN * kTeams + 1) * 1
     prefetch_map(args.w_map);
     Ring::init();
   }
-  if constexpr (kCluster * kSplits > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
   WarpgroupTiles<Shape> tiles(args.rows, args.n, args.k);
   if (warpgroup == Shape::kMultipliers) {
@@ -71,16 +65,14 @@ __global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN * kTeams + 1) * 1
     int box = 0;
     const int team = warpgroup / Shape::kTeam;
     int turn = 0;
-    u32 round = 1;
     bool first = true;  // tile of all
     while (tiles.take(tile)) {
-      const int blocks = tile.last_block - tile.first_block;
       if constexpr (kTeams > 1) {
         const bool mine = turn == team, waits = !first;
         turn = turn + 1 == kTeams ? 0 : turn + 1;
         first = false;
         if (!mine) {
-          cursor.skip(blocks);
+          cursor.skip(tiles.blocks);
           continue;
         }
         if (waits) wait_for_turn<Shape>(team);
@@ -89,15 +81,11 @@ __global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN * kTeams + 1) * 1
       if constexpr (kStores == Stores::tensor) {
         word = load_bias<Shape>(args.b, args.n, tile.column, warpgroup);
       }
-      multiply_warpgroup_tile<Shape, T>(sums, cursor, warpgroup, blocks, [&] {
+      multiply_warpgroup_tile<Shape, T>(sums, cursor, warpgroup, tiles.blocks, [&] {
         if constexpr (kTeams > 1) {
           if (tiles.are_left()) end_turn<Shape>(team);
         }
       });
-      if constexpr (kSplits > 1) {
-        round ^= 1;
-        if (!add_split(sums, tiles.split, warpgroup, round)) continue;
-      }
       if constexpr (kStores == Stores::tensor) {
         store_warpgroup_tile<Shape, T>(
             sums, args.y_map, tile.row, tile.column, warpgroup, share_bias<Shape>(word, warpgroup),
@@ -116,8 +104,6 @@ __global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN * kTeams + 1) * 1
       if (thread % 128 == 0) store_bulk_wait<0>();
     }
   }
-  // Copies and arrivals of the others must find this CTA's shared memory.
-  if constexpr (kCluster * kSplits > 1) cluster_sync();
 #endif
 }
 

@@ -532,9 +532,9 @@ void check_box(const void* shared, const TensorMap& map, int column, const char*
 }
 
 // Queue a box in one to three pieces of whole rows.
-void queue_box(BulkCopy copy, unsigned thread) {
+void queue_box(BulkCopy copy) {
   const unsigned row_bytes = box_row_bytes(copy.map);
-  copy.thread = thread;
+  copy.thread = cta->current->index;
   unsigned left = copy.map.box_rows;
   for (unsigned pieces = 1 + draw() % 3; left; --pieces) {
     // Rows in eights: a piece starts where the swizzle does.
@@ -567,44 +567,8 @@ void tensor_load(void* shared, const TensorMap& map, int row, int column, u64* b
   copy.map = map;
   copy.row = row;
   copy.column = column;
-  queue_box(copy, cta->current->index);
+  queue_box(copy);
   land_some_bulk(false);
-}
-
-void tensor_load_all(
-    void* shared, const TensorMap& map, int row, int column, u64* barrier, unsigned ranks) {
-  called_from(__builtin_return_address(0));
-  check_box(shared, map, column, "copy_tensor");
-  if (!ranks || ranks >> cluster_size()) {
-    fault("copy_tensor", "ranks " + std::to_string(ranks) + " of a cluster of " +
-                             std::to_string(cluster_size()) + " CTAs");
-  }
-  struct Copy {
-    BulkCopy bulk;
-    std::ptrdiff_t barrier;
-    unsigned thread;
-  };
-  static thread_local Copy all;
-  all.bulk = BulkCopy{};
-  all.bulk.map = map;
-  all.bulk.row = row;
-  all.bulk.column = column;
-  all.barrier = reinterpret_cast<unsigned char*>(barrier) - static_cast<unsigned char*>(shared);
-  all.thread = cta->current->index;
-  for (unsigned rank = 0; ranks >> rank; ++rank) {
-    if (!(ranks >> rank & 1)) continue;
-    if (rank == cluster_rank()) {
-      tensor_load(shared, map, row, column, barrier);
-      continue;
-    }
-    in_cta(rank, shared, "copy_tensor", [](void* there) {
-      BulkCopy copy = all.bulk;
-      copy.to = static_cast<unsigned char*>(there);
-      copy.barrier = reinterpret_cast<u64*>(copy.to + all.barrier);
-      unpack(copy.barrier, "copy_tensor");
-      queue_box(copy, all.thread);
-    });
-  }
 }
 
 void tensor_store(const TensorMap& map, int row, int column, const void* shared) {
@@ -625,7 +589,7 @@ void tensor_store(const TensorMap& map, int row, int column, const void* shared)
   copy.row = row;
   copy.column = column;
   copy.group = group;
-  queue_box(copy, cta->current->index);
+  queue_box(copy);
   land_some_bulk(false);
 }
 

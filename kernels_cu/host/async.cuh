@@ -89,13 +89,6 @@ constexpr unsigned long long kTensorMagic = 0x70616d5f746e6574;
 void tensor_check(const TensorMap& map, const char* name);
 void tensor_load(
     void* shared, const TensorMap& map, int row, int column, unsigned long long* barrier);
-// To each CTA of the cluster that has a bit in `ranks`.
-void tensor_load_all(void* shared,
-                     const TensorMap& map,
-                     int row,
-                     int column,
-                     unsigned long long* barrier,
-                     unsigned ranks);
 void tensor_store(const TensorMap& map, int row, int column, const void* shared);
 
 // ---- bar.sync, bar.arrive: called by every thread of a whole warp

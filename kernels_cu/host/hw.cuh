@@ -513,10 +513,6 @@ inline void prefetch_map(const TensorMap& map) { host::tensor_check(map, "prefet
 inline void copy_tensor(void* shared, const TensorMap& map, int row, int column, u64* barrier) {
   host::tensor_load(shared, map, row, column, barrier);
 }
-inline void copy_tensor(
-    void* shared, const TensorMap& map, int row, int column, u64* barrier, u32 ranks) {
-  host::tensor_load_all(shared, map, row, column, barrier, ranks);
-}
 inline void store_tensor(const TensorMap& map, int row, int column, const void* shared) {
   host::tensor_store(map, row, column, shared);
 }
@@ -551,12 +547,6 @@ inline void mbarrier_arrive_remote(u64* barrier, u32 rank) {
 }
 inline void mbarrier_wait_cluster(u64* barrier, u32 parity) {
   host::mbarrier_wait(barrier, parity, 0, "mbarrier_wait_cluster", true);
-}
-inline void mbarrier_arrive_remote_read(u64* barrier, u32 rank) {
-  mbarrier_arrive_remote(barrier, rank);
-}
-inline void mbarrier_wait_read(u64* barrier, u32 parity) {
-  host::mbarrier_wait(barrier, parity, 0, "mbarrier_wait_read", true);
 }
 
 // ---- tensor cores
