@@ -97,6 +97,28 @@ def test_a_product_alone(by_warpgroups, rng):
 
 
 @pytest.mark.cpu_kernels
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16], ids=["fp16", "bf16"])
+def test_gelu_of_any_sum(by_warpgroups, dtype):
+    by_warpgroups("single")
+    values = np.linspace(-9, 9, 16 * 200).reshape(16, 200)
+    values[:, :4] = np.nan, np.inf, 1e4, -1e4
+    x, b = np.zeros((16, 8), dtype), np.zeros(200, dtype)
+    x[:, 0] = 1
+    got = []
+    for row in values:  # a bias alone makes the sums
+        b[:] = row
+        y = ops.linear(*map(device.twin, (x, np.zeros((200, 8), dtype), b)), activation="gelu")
+        assert (y == y[0]).all(0)[1:].all() and np.isnan(y[:, 0].astype(np.float32)).all()
+        got.append(np.asarray(y[0]))
+    got = np.asarray(got, np.float64)
+    assert (got[:, 1] == np.inf).all()
+    # Half the last place and what the approximation adds.
+    limit = 2.0**-10 if dtype == np.float16 else 2.0**-7.8
+    wanted = reference.activation(values[:, 2:].astype(dtype).astype(np.float64), "gelu")
+    assert (np.abs(got[:, 2:] - wanted) <= np.abs(wanted) * limit + 1e-6).all()
+
+
+@pytest.mark.cpu_kernels
 def test_residual_may_be_the_output(by_warpgroups, rng):
     by_warpgroups("single")
     x, w, _, residual = inputs(rng, 70, 136, 136, bfloat16)

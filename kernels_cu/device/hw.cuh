@@ -62,6 +62,13 @@ CUFUSE_DEVICE bfloat16 from_float<bfloat16>(float v) {
   return __float2bfloat16_rn(v);
 }
 
+// The larger one; NaN if either is.
+CUFUSE_DEVICE float max_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
 // Two neighbours, the first in the lower half: one instruction, where each by itself takes a slow
 // one.
 template <typename T>

@@ -50,7 +50,7 @@ CUFUSE_DEVICE void finish_columns(u32 (&results)[8][2],
     }
   }
 #pragma unroll
-  for (int i = 0; i < 32; ++i) c[i] = activate_for_16_bits<kAct>(c[i]);
+  for (int i = 0; i < 32; ++i) c[i] = activate_for_16_bits<kAct, T>(c[i]);
   if (args.residual) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -259,6 +259,8 @@ inline float to_float(half v) {
 inline float to_float(e4m3 v) { return fp8_to_float(v); }
 inline float to_float(e5m2 v) { return fp8_to_float(v); }
 
+inline float max_or_nan(float a, float b) { return a != a || b != b ? a + b : a < b ? b : a; }
+
 template <typename T>
 T from_float(float v);
 template <>
