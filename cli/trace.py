@@ -71,8 +71,8 @@ def trace(
     """Write down what every SM does when, in one decode step of MODEL.
 
     MODEL is a preset (with random weights) or a model file. The step is one launch of the mega
-    kernel, greedy, behind a cache of random numbers, compiled to note what its roles begin and end:
-    wait for weights or for activations of other SMs, compute, store. On stdout comes what each role
+    kernel, greedy, behind a cache of random numbers, compiled to note what its roles do when: wait
+    for weights or for activations of other SMs, compute, store. On stdout comes what each role
     spends on what, how far apart the SMs end a phase and what it takes to hand on; on a GPU also
     what tracing costs.
     """

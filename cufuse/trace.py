@@ -1,8 +1,8 @@
 """What every CTA of the mega kernel does when, as its own clock tells: decoded, summed up, drawn.
 
 The kernel is compiled with `kTrace` for it (kernels_cu/device/trace.cuh) and writes what its roles
-begin and end to a buffer. The times of two CTAs compare by the pairs of global timer and SM clock
-that each role writes when it begins and when it ends.
+do to a buffer, a word a span. The times of two CTAs compare by the pairs of global timer and SM
+clock that each role writes when it begins and when it ends.
 """
 
 from __future__ import annotations
@@ -77,7 +77,13 @@ class Layout:
     roles: tuple[str, ...]
     activities: tuple[str, ...]
     words: int  # of a row, one role of one CTA
-    head: int  # of them before the events
+    head: int  # of them before the spans
+    activity_bits: int  # of a span's word
+
+    @property
+    def clock_bits(self) -> int:
+        """How many bits of the clock a span's word has."""
+        return 32 - self.activity_bits
 
 
 @functools.cache
@@ -100,7 +106,11 @@ def layout() -> Layout:
 
     roles = [name.removesuffix(" role") for name in names("RoleId")[:-1]]
     return Layout(
-        tuple(roles), tuple(names("Activity")), number("kTraceWords"), number("kTraceHead")
+        tuple(roles),
+        tuple(names("Activity")),
+        number("kTraceWords"),
+        number("kTraceHead"),
+        number("kActivityBits"),
     )
 
 
@@ -119,8 +129,8 @@ class Trace:
     phases: np.ndarray  # PHASE, when each role of each CTA was in it
     roles: np.ndarray  # [ctas, roles, 2] when each began and ended
     clock_error_us: float  # standard error of how two CTAs' clocks compare
-    dropped: int  # events that did not fit their row
-    unbalanced: int  # events without their begin or their end
+    dropped: int  # spans that did not fit their row
+    cycles: int  # of the role that took longest
 
     @property
     def ctas(self) -> int:
@@ -142,11 +152,14 @@ class Trace:
         """Say what is missing from the spans, or return None."""
         if self.dropped:
             return (
-                f"{self.dropped} events are missing: a role has room for "
+                f"{self.dropped} spans are missing: a role has room for "
                 f"{layout().words - layout().head} of them; trace fewer layers (--layers)"
             )
-        if self.unbalanced:
-            return f"{self.unbalanced} events had no begin or no end and are missing"
+        if self.cycles >= 1 << layout().clock_bits:
+            return (
+                f"a role took {self.cycles} cycles and the clock of a span tells "
+                f"{1 << layout().clock_bits} apart; trace fewer layers (--layers)"
+            )
         return None
 
 
@@ -287,31 +300,33 @@ def decode(buffer: np.ndarray, *, name: str = "", n_layers: int) -> Trace:
     starts -= roles.min()
     roles -= roles.min()
 
-    rows, in_phases, unbalanced = [], [], 0
+    tables, in_phases = [], []
     for cta, role in np.ndindex(counts.shape):
-        events = buffer[cta, role, made.head : made.head + counts[cta, role]]
-        events = events[np.argsort(events >> np.uint64(8), kind="stable")]
-        cycles = (events >> np.uint64(8)).astype(np.int64) - first[cta]
-        times = (starts[cta] + rate * cycles) / 1e3
-        codes = (events & np.uint64(0xFF)).astype(np.int64)
-        spans, begins, lost = _pair(codes.tolist(), times.tolist(), made)
-        rows += [(cta, role, *span) for span in spans]
+        words = buffer[cta, role, made.head : made.head + counts[cta, role]]
+        activity, *cycles = _read(words, clocks[cta, role, 0], made)
+        table = np.zeros(words.size, SPAN)
+        table["cta"], table["role"], table["activity"] = cta, role, activity
+        for field, at in zip(("begin_us", "end_us"), cycles, strict=True):
+            table[field] = (starts[cta] + rate * (at - first[cta])) / 1e3
+        next_phase = activity == made.activities.index(_NEXT_PHASE)
+        table["phase"] = np.cumsum(next_phase) - 1
+        tables.append(_nest(table[~next_phase]))
+        begins = table["begin_us"][next_phase].tolist()
         ends = [*begins[1:], roles[cta, role, 1] / 1e3]
         in_phases += [
             (cta, role, phase, begin, end)
             for phase, (begin, end) in enumerate(zip(begins, ends, strict=False))
         ]
-        unbalanced += lost
-    table = np.array(rows, SPAN)
+    spans = np.concatenate(tables)
     return Trace(
         name,
         n_layers,
-        table[np.lexsort((-table["end_us"], table["begin_us"]))],
+        spans[_outer_first(spans)],
         np.array(in_phases, PHASE),
         roles / 1e3,
         error / 1e3,
         dropped,
-        unbalanced,
+        int(np.diff(clocks).max()),
     )
 
 
@@ -331,41 +346,44 @@ def _heads(buffer: np.ndarray, made: Layout) -> tuple[np.ndarray, np.ndarray, np
     return kept, timers, clocks, int((counts - kept).sum())
 
 
-def _pair(
-    codes: Sequence[int], times: Sequence[float], made: Layout
-) -> tuple[list[tuple[int, int, float, float, float]], list[float], int]:
-    """Match a row's begins and ends.
+def _read(
+    words: np.ndarray, row_began: int, made: Layout
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the activity of each word of a row, and the clock at its begin and at its end.
 
-    Returns (activity, phase, begin, end, own time) of each span, when each phase began, and how
-    many begins and ends had no partner.
+    A word has the lower bits of the clock at its end: they are unwrapped from where the row began.
+    A launch is far shorter than it takes them to come round; `Trace.problem` says when it was not.
     """
-    spans: list[tuple[int, int, float, float, float]] = []
-    stack: list[tuple[int, float, list[float]]] = []  # activity, begin, what ran inside
-    begins: list[float] = []
-    lost = 0
-    next_phase = made.activities.index(_NEXT_PHASE)
-    for code, time in zip(codes, times, strict=True):
-        activity = code >> 1
-        if activity >= len(made.activities):
-            raise ValueError(
-                f"trace: activity {activity} is none of {len(made.activities)}; the kernel and "
-                "this cufuse differ"
-            )
-        if activity == next_phase:
-            begins.append(time)
-        elif code & 1 == 0:
-            stack.append((activity, time, []))
-        elif activity in (opened := [entry[0] for entry in stack]):
-            while stack[-1][0] != activity:
-                stack.pop()
-            lost += len(opened) - len(stack)
-            _, begin, inside = stack.pop()
-            if stack:
-                stack[-1][2].append(time - begin)
-            spans.append((activity, len(begins) - 1, begin, time, time - begin - sum(inside)))
-        else:
-            lost += 1
-    return spans, begins, lost + len(stack)
+    low, took = (words & np.uint64(0xFFFFFFFF)).astype(np.int64), words >> np.uint64(32)
+    activity = low & ((1 << made.activity_bits) - 1)
+    if (activity >= len(made.activities)).any():
+        raise ValueError(
+            f"trace: activity {activity.max()} is none of {len(made.activities)}; the kernel and "
+            "this cufuse differ"
+        )
+    ends = row_began + (((low >> made.activity_bits) - row_began) & ((1 << made.clock_bits) - 1))
+    return activity, ends - took.astype(np.int64), ends
+
+
+def _outer_first(spans: np.ndarray) -> np.ndarray:
+    """Return the order by begin in which a span comes behind the one that it is inside of."""
+    return np.lexsort((-spans["end_us"], spans["begin_us"]))
+
+
+def _nest(spans: np.ndarray) -> np.ndarray:
+    """Return a row's spans, outer ones first, with their own time."""
+    spans = spans[_outer_first(spans)]
+    begins, ends = spans["begin_us"].tolist(), spans["end_us"].tolist()
+    own = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    around: list[int] = []
+    for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        while around and ends[around[-1]] < end:
+            around.pop()
+        if around:
+            own[around[-1]] -= end - begin
+        around.append(i)
+    spans["own_us"] = own
+    return spans
 
 
 # ---- what it says -------------------------------------------------------------------------------
@@ -501,7 +519,7 @@ def chrome(trace: Trace) -> dict[str, Any]:
         "displayTimeUnit": "ns",
         "otherData": {
             "traced": trace.name,
-            "dropped events": trace.dropped,
+            "dropped spans": trace.dropped,
             "clock error us": round(trace.clock_error_us, 3),
         },
     }

@@ -33,13 +33,14 @@ SMALLEST = Config(
 )
 
 
-def code(name: str, *, end: bool = False) -> int:
-    return LAYOUT.activities.index(name) << 1 | end
-
-
 # ---- a buffer that a GPU could have written -----------------------------------------------------
 
 CYCLES_PER_US = 1700
+Span = tuple[str, float, float]  # activity, begin and end in microseconds
+
+
+def next_phase(us: float) -> Span:
+    return ("next phase", us, us)
 
 
 class Writer:
@@ -60,16 +61,16 @@ class Writer:
         ns = 1_700_000_000_000_000_000 + round(us * 1e3)
         return ns // self.timer_step_ns * self.timer_step_ns
 
-    def row(
-        self, cta: int, role: str, events: list[tuple[int, float]], begin=0.0, end=1000.0
-    ) -> None:
-        """Events are (code, us); those past the row's end are counted only."""
+    def row(self, cta: int, role: str, spans: list[Span], begin=0.0, end=1000.0) -> None:
+        """Those past the row's end are counted only."""
         words = self.buffer[cta, LAYOUT.roles.index(role)]
-        words[0] = len(events)
+        words[0] = len(spans)
         words[1], words[2] = self.timer(begin), self.cycles(cta, begin)
         words[3], words[4] = self.timer(end), self.cycles(cta, end)
-        for i, (what, us) in enumerate(events[:CAPACITY]):
-            words[LAYOUT.head + i] = self.cycles(cta, us) << 8 | what
+        for i, (name, *us) in enumerate(spans[:CAPACITY]):
+            since, until = (self.cycles(cta, at) for at in us)
+            low = until << LAYOUT.activity_bits | LAYOUT.activities.index(name)
+            words[LAYOUT.head + i] = (until - since) << 32 | low % (1 << 32)
 
 
 def test_clocks_of_different_sms_are_aligned(rng):
@@ -81,7 +82,7 @@ def test_clocks_of_different_sms_are_aligned(rng):
             writer.row(
                 cta,
                 role,
-                [(code("finishing"), 400.0), (code("finishing", end=True), 401.5)],
+                [("finishing", 400.0, 401.5)],
                 begins[cta] + late,
                 900 + begins[cta] - late,
             )
@@ -96,23 +97,31 @@ def test_clocks_of_different_sms_are_aligned(rng):
 
 def test_spans_nest_and_know_their_phase(rng):
     writer = Writer(2, rng)
-    events = [
-        (code("next phase"), 1.0),
-        (code("multiplying"), 2.0),
-        (code("waiting for weights"), 3.0),
-        (code("waiting for weights", end=True), 4.5),
-        (code("multiplying", end=True), 8.0),
-        (code("next phase"), 9.0),
-        (code("attending"), 10.0),
-        (code("attending", end=True), 11.0),
+    # Written when nothing waits: what is inside comes first.
+    spans = [
+        next_phase(1.0),
+        ("waiting for weights", 3.0, 4.5),
+        ("waiting for sums", 5.0, 5.5),
+        ("waiting for activations", 1.0, 2.0),
+        ("multiplying", 2.0, 8.0),
+        next_phase(9.0),
+        ("attending", 10.0, 11.0),
+        ("merging", 11.0, 12.0),
     ]
-    writer.row(1, "multiplier", events)
+    writer.row(1, "multiplier", spans)
     made = trace.decode(writer.buffer, n_layers=1)
     names = [LAYOUT.activities[a] for a in made.spans["activity"]]
-    assert names == ["multiplying", "waiting for weights", "attending"]
+    assert names == [
+        "waiting for activations",
+        "multiplying",
+        "waiting for weights",
+        "waiting for sums",
+        "attending",
+        "merging",
+    ]
     assert set(made.spans["cta"]) == {1}
-    assert made.spans["phase"].tolist() == [0, 0, 1]
-    assert made.spans["own_us"] == pytest.approx([4.5, 1.5, 1.0], abs=0.01)
+    assert made.spans["phase"].tolist() == [0, 0, 0, 0, 1, 1]
+    assert made.spans["own_us"] == pytest.approx([1.0, 4.0, 1.5, 0.5, 1.0, 1.0], abs=0.01)
     assert made.phases["phase"].tolist() == [0, 1]
     assert made.phases["begin_us"] == pytest.approx([1.0, 9.0], abs=0.1)
     assert made.phases["end_us"] == pytest.approx([9.0, 1000.0], abs=0.1)
@@ -124,41 +133,59 @@ def test_spans_nest_and_know_their_phase(rng):
     assert made.problem is None
 
 
-@pytest.mark.parametrize(
-    ("events", "kept", "lost"),
-    [
-        ([(code("finishing", end=True), 1.0)], [], 1),
-        ([(code("finishing"), 1.0)], [], 1),
-        (
-            [
-                (code("multiplying"), 1.0),
-                (code("finishing"), 2.0),
-                (code("multiplying", end=True), 3.0),
-                (code("merging"), 4.0),
-                (code("merging", end=True), 5.0),
-            ],
-            ["multiplying", "merging"],
-            1,
-        ),
-    ],
-)
-def test_events_without_a_partner_are_left_out_and_counted(rng, events, kept, lost):
+def test_only_the_span_around_loses_what_is_inside(rng):
+    """Three deep, with a common begin and a common end."""
     writer = Writer(1, rng)
-    writer.row(0, "finisher", events)
+    spans = [
+        ("waiting for sums", 6.0, 8.0),
+        ("merging", 4.0, 8.0),
+        ("waiting for weights", 1.0, 3.0),
+        ("multiplying", 1.0, 10.0),
+    ]
+    writer.row(0, "multiplier", spans)
     made = trace.decode(writer.buffer, n_layers=1)
-    assert [LAYOUT.activities[a] for a in made.spans["activity"]] == kept
-    assert made.unbalanced == lost
-    assert f"{lost} events had no begin or no end" in (made.problem or "")
+    names = [LAYOUT.activities[a] for a in made.spans["activity"]]
+    assert names == ["multiplying", "waiting for weights", "merging", "waiting for sums"]
+    assert made.spans["own_us"] == pytest.approx([3.0, 2.0, 2.0, 2.0], abs=0.01)
 
 
-def test_events_beyond_the_row_are_counted(rng):
-    writer = Writer(1, rng)
-    storing = [(code("finishing"), 1.0), (code("finishing", end=True), 1.5)]
-    writer.row(0, "finisher", storing * (CAPACITY // 2 + 50))
+@pytest.mark.parametrize("wraps_at_us", [0.0, 300.0, 450.0, 700.0])
+def test_a_clock_that_wraps_is_unwrapped(rng, wraps_at_us):
+    """The bits of the clock that a span has begin anew: before, in and after it."""
+    writer = Writer(2, rng)
+    turn = 1 << LAYOUT.clock_bits
+    writer.zero[1] = 5 * turn - round(wraps_at_us * CYCLES_PER_US)
+    spans = [next_phase(100.0), ("multiplying", 400.0, 500.0), next_phase(600.0)]
+    for cta in range(2):
+        for role in LAYOUT.roles:
+            writer.row(cta, role, spans)
     made = trace.decode(writer.buffer, n_layers=1)
-    assert made.spans.size == CAPACITY // 2
+    assert made.spans["cta"].tolist().count(1) == len(LAYOUT.roles)
+    assert made.spans["begin_us"] == pytest.approx(400.0, abs=0.1)
+    assert made.spans["end_us"] == pytest.approx(500.0, abs=0.1)
+    assert made.phases["begin_us"][made.phases["cta"] == 1].tolist() == pytest.approx(
+        [100.0, 600.0] * len(LAYOUT.roles), abs=0.1
+    )
+    assert made.problem is None
+
+
+def test_a_launch_in_which_the_clock_comes_round_is_a_problem(rng):
+    writer = Writer(2, rng)
+    turn_us = (1 << LAYOUT.clock_bits) / CYCLES_PER_US
+    writer.row(1, "filler", [], 0.0, turn_us - 1)
+    assert trace.decode(writer.buffer, n_layers=1).problem is None
+    writer.row(1, "filler", [], 0.0, turn_us + 1)
+    made = trace.decode(writer.buffer, n_layers=1)
+    assert re.match(r"a role took \d+ cycles and the clock of a span tells", made.problem or "")
+
+
+def test_spans_beyond_the_row_are_counted(rng):
+    writer = Writer(1, rng)
+    writer.row(0, "finisher", [("finishing", 1.0, 1.5)] * (CAPACITY + 100))
+    made = trace.decode(writer.buffer, n_layers=1)
+    assert made.spans.size == CAPACITY
     assert made.dropped == 100
-    assert f"100 events are missing: a role has room for {CAPACITY}" in (made.problem or "")
+    assert f"100 spans are missing: a role has room for {CAPACITY}" in (made.problem or "")
 
 
 def test_a_buffer_that_no_traced_launch_wrote_is_refused(rng):
@@ -171,7 +198,8 @@ def test_a_buffer_that_no_traced_launch_wrote_is_refused(rng):
     with pytest.raises(ValueError, match="the finisher of CTA 1 did not come to its end"):
         trace.decode(writer.buffer, n_layers=1)
     writer = Writer(2, rng)
-    writer.row(0, "filler", [(len(LAYOUT.activities) << 1, 1.0)])
+    row = writer.buffer[0, LAYOUT.roles.index("filler")]
+    row[0], row[LAYOUT.head] = 1, len(LAYOUT.activities)
     with pytest.raises(ValueError, match="the kernel and this cufuse differ"):
         trace.decode(writer.buffer, n_layers=1)
 
@@ -189,28 +217,17 @@ def layer(rng):
             at = 10.0 * phase
             attends = phase == 1
             work = "attending" if attends else "multiplying"
-            for events in (multiplier, finisher, filler):
-                events.append((code("next phase"), at))
+            for spans in (multiplier, finisher, filler):
+                spans.append(next_phase(at))
             multiplier += [
-                (code("waiting for activations"), at),
-                (code("waiting for activations", end=True), at + 3),
-                (code(work), at + 3),
-                (code(work, end=True), at + 5 + cta),
+                ("waiting for activations", at, at + 3),
+                (work, at + 3, at + 5 + cta),
             ]
             if attends:
-                multiplier += [
-                    (code("merging"), at + 5 + cta),
-                    (code("merging", end=True), at + 6 + cta),
-                ]
+                multiplier.append(("merging", at + 5 + cta, at + 6 + cta))
             else:
-                finisher += [
-                    (code("finishing"), at + 5 + cta),
-                    (code("finishing", end=True), at + 6 + cta),
-                ]
-            filler += [
-                (code("waiting for room"), at + 1),
-                (code("waiting for room", end=True), at + 2),
-            ]
+                finisher.append(("finishing", at + 5 + cta, at + 6 + cta))
+            filler.append(("waiting for room", at + 1, at + 2))
         writer.row(cta, "multiplier", multiplier, 0.0, 100.0)
         writer.row(cta, "finisher", finisher, 0.0, 100.0)
         writer.row(cta, "filler", filler, 0.0, 100.0)
@@ -282,13 +299,8 @@ def test_chrome_json_is_what_perfetto_reads(layer, tmp_path):
 
 def test_raster_shows_the_inner_span(rng):
     writer = Writer(2, rng)
-    events = [
-        (code("multiplying"), 100.0),
-        (code("waiting for weights"), 500.0),
-        (code("waiting for weights", end=True), 600.0),
-        (code("multiplying", end=True), 900.0),
-    ]
-    writer.row(1, "multiplier", events)
+    spans = [("waiting for weights", 500.0, 600.0), ("multiplying", 100.0, 900.0)]
+    writer.row(1, "multiplier", spans)
     made = trace.decode(writer.buffer, n_layers=1)
     grid = trace.raster(made, LAYOUT.roles.index("multiplier"), 10)
     nothing, multiplying = -1, LAYOUT.activities.index("multiplying")
@@ -436,7 +448,7 @@ def test_png_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     assert 'pip install "cufuse[plot]"' in result.stderr
 
 
-def test_events_that_are_missing_fail_the_command(monkeypatch, tmp_path):
+def test_spans_that_are_missing_fail_the_command(monkeypatch, tmp_path):
     """The timeline is written all the same."""
     made = dataclasses.replace(
         trace.decode(Writer(1, np.random.default_rng(0)).buffer, n_layers=1), dropped=7
@@ -446,4 +458,4 @@ def test_events_that_are_missing_fail_the_command(monkeypatch, tmp_path):
     arguments = ("tiny", "-o", str(path), "--layers", "1", "--context", "1")
     result = run(*arguments, "--device", "cpu-kernels")
     assert result.exit_code == 1
-    assert "7 events are missing" in result.stderr and path.exists()
+    assert "7 spans are missing" in result.stderr and path.exists()

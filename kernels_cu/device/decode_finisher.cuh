@@ -170,6 +170,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
     const int lane = lane_here();
     int panel = this->take(kPanels);
     if (panel >= kPanels) return;
+    u32 since = this->tracer.now();  // what is fetched meanwhile counts as a wait for sums
     const float scale = kScales ? norm_scale() : 1.0f;
 #pragma unroll 1
     for (; panel < kPanels; panel += Shape::kCtas) {
@@ -178,25 +179,24 @@ struct Finisher : Role<Shape, kFinisherRole> {
       auto* shared = dynamic_shared<unsigned char>();
       const float* partial = reinterpret_cast<const float*>(shared + Shape::kPartialsAt) +
                              buffer * Shape::kPartialFloats;
-      const u32 since = this->tracer.now();
       constexpr int kChains = Shape::template Panel<kK>::kChains;
       barrier_sync(kSumsBarrier + buffer, kChains * 32 + 32);
       const u32 there = this->tracer.now();
       const float sum = scale * panel_sum<kChains>(partial);
       if (lane == 0) mbarrier_arrive(reinterpret_cast<u64*>(shared + Shape::kSumsReadAt) + buffer);
       finish(sum);
+      const u32 finished = this->tracer.now();
       this->tracer.waited(kWaitingForSums, since, there);
-      this->tracer.spent(kFinishing, there, this->tracer.now());
+      this->tracer.spent(kFinishing, there, finished);
+      since = finished;
     }
   }
 
   // Of the vector that this phase multiplies: rsqrt(mean(x^2) + eps).
-  CUFUSE_DEVICE float norm_scale() {
-    const auto* squares = reinterpret_cast<const float*>(dynamic_shared<unsigned char>() +
-                                                         Shape::kNormSumsAt);
-    const u32 since = this->tracer.now();
+  CUFUSE_DEVICE float norm_scale() const {
+    const auto* squares =
+        reinterpret_cast<const float*>(dynamic_shared<unsigned char>() + Shape::kNormSumsAt);
     barrier_sync(kNormBarrier, kPanelWarps * 32 + 32);
-    this->tracer.waited(kWaitingForSums, since);
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < Shape::kNormFloats / 128; ++i) {
@@ -219,10 +219,9 @@ struct Finisher : Role<Shape, kFinisherRole> {
       const u64* word = residual + (there ? row : 0) / kPerWord<T>;
       const Outlet outlet(words, row, Shape::kDim, this->tag(layer));
       // It is there: what this phase multiplies depends on all of it.
-      const float old = !embedded
-                            ? value_in<T>(settle(look(word), word, residual_tag), row)
-                        : there ? to_float(embedded[row])
-                                : 0.0f;
+      const float old = !embedded ? value_in<T>(settle(look(word), word, residual_tag), row)
+                        : there   ? to_float(embedded[row])
+                                  : 0.0f;
       return [=](float sum) { outlet.hand_on((bias ? sum + b : sum) + old); };
     });
   }

@@ -142,14 +142,13 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   // By CTA 0: the id, when everybody's logits are there.
   CUFUSE_DEVICE void draw() {
     const u32 tag = this->tag(Shape::kLayers - 1);
-    this->tracer.begin(kWaitingForActivations);
+    const u32 since = this->tracer.now();
     u32 highest = 0;
     for (int cta = thread_here(); cta < Shape::kCtas; cta += kThreads) {
       highest = max(highest, await_all(this->best(this->n()) + 2 * cta, tag));
     }
-    this->tracer.end(kWaitingForActivations);
     sync();
-    this->tracer.begin(kDrawing);
+    const u32 there = this->tracer.now();
     const Filters filters{this->args.share, this->args.top_k, this->args.inverse_temperature,
                           this->args.min_p, this->args.mass_scale};
     const HashKey key = hash_key(this->args.seed, static_cast<u64>(this->position() + 1), 0);
@@ -160,7 +159,8 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     if (thread_here() == 0) {
       publish_all(this->words(Shape::kDrawn), static_cast<u32>(id), tag);
     }
-    this->tracer.end(kDrawing);
+    this->tracer.waited(kWaitingForActivations, since, there);
+    this->tracer.spent(kDrawing, there, this->tracer.now());
   }
 
   template <typename U>
@@ -171,10 +171,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 
   // A stage's bytes, once they are there.
   CUFUSE_DEVICE const unsigned char* landed(const typename Ring::Cursor& stage) {
-    const u32 since = this->tracer.now();
-    const unsigned char* bytes = Ring::wait(stage);
-    this->tracer.waited(kWaitingForWeights, since);
-    return bytes;
+    return Ring::wait(stage, this->tracer);
   }
 
   // A given token needs nothing of the one before. It waits for its end all the same: else who has
@@ -183,10 +180,10 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     if constexpr (Shape::kDraw == Draw::filtered) {
       // The id takes CTA 0 its time: one thread looks for it, as in `probe`.
       if (this->n() > 0 && this->has_logits_before()) {
-        this->tracer.begin(kWaitingForActivations);
+        const u32 since = this->tracer.now();
         if (thread_here() == 0) this->drawn(this->n() - 1, this->tag(-1));
-        this->tracer.end(kWaitingForActivations);
         sync();
+        this->tracer.waited(kWaitingForActivations, since, this->tracer.now());
       }
     }
     if (this->n() == 0 || this->has_logits_before()) return;
@@ -198,11 +195,11 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
   }
 
-  // One thread looks at one of n words until it is there; then all look at once. Looks in vain crowd
-  // L2 and delay the very words that are waited for.
+  // One thread looks at one of n words until it is there; then all look at once. Looks in vain
+  // crowd L2 and delay the very words that are waited for.
   CUFUSE_DEVICE void probe(const u64* word, int n, u32 tag) {
     if (Shape::kProbe == Probe::last) word += n - 1;
-    this->tracer.begin(kWaitingForActivations);
+    this->tracer.waits();
     if (thread_here() == 0) settle(look(word), word, tag);
     sync();
   }
@@ -236,7 +233,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       for (int i = 0; i < kAhead; ++i) {
         if (round + i < kMine && pairs.has(round + i)) seen[i] = look_pair(pairs.at(round + i));
       }
-      if (round == 0) this->tracer.then(kWaitingForActivations, kGathering, this->tracer.now());
+      if (round == 0) this->tracer.gathers();
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         if (round + i >= kMine || !pairs.has(round + i)) break;
@@ -264,7 +261,8 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
     if (row) {
       sync();
-      this->tracer.begin(kGathering);
+      this->tracer.waits();
+      this->tracer.gathers();
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
         if (pairs.has(i)) bits[i] = reinterpret_cast<const uint2*>(row)[thread + i * kThreads];
@@ -276,7 +274,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       for (int i = 0; i < kMine; ++i) {
         if (pairs.has(i)) seen[i] = look_pair(pairs.at(i));
       }
-      this->tracer.then(kWaitingForActivations, kGathering, this->tracer.now());
+      this->tracer.gathers();
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
         if (pairs.has(i)) bits[i] = settle(seen[i], pairs.at(i), tag);
@@ -405,8 +403,9 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       store_chain(at<float>(Shape::kPartialsAt) + buffer * Shape::kPartialFloats, chain, sums);
       barrier_arrive(kSumsBarrier + buffer, Panel::kChains * 32 + 32);
     }
-    this->tracer.then(kGathering, kMultiplying, gathered);
-    this->tracer.end(kMultiplying);
+    const u32 multiplied = this->tracer.now();
+    this->tracer.gathered(gathered);
+    this->tracer.spent(kMultiplying, gathered, multiplied);
   }
 
   // Until the finisher has read the sums of a panel. It never waits for ever, so this needs no way
@@ -417,7 +416,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     u64* barrier = at<u64>(Shape::kSumsReadAt) + static_cast<u32>(panel) % Shape::kPartials;
     while (!mbarrier_try_wait(barrier, times & 1)) {
     }
-    this->tracer.waited(kWaitingForSums, since);
+    this->tracer.waited(kWaitingForSums, since, this->tracer.now());
   }
 
   // One KV head's queries over one split of its cache. The first split also takes the new key, and
@@ -433,10 +432,10 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     float* new_logits = totals + kPanelGroups * kMostHeads;
     const float scale = rsqrtf(static_cast<float>(kHeadDim)) * kLog2E;
 
-    this->tracer.begin(kWaitingForActivations);
+    const u32 since = this->tracer.now();
     if (warp < kGroup + (merges ? 2 : 0)) fetch_row(layer, kv_head, warp, tag, rows);
     sync();
-    this->tracer.then(kWaitingForActivations, kAttending, this->tracer.now());
+    const u32 found = this->tracer.now();
 
     const T* new_key = rows + kGroup * kHeadDim;
     const T* new_value = new_key + kHeadDim;
@@ -516,8 +515,10 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       hand_on(kv_head * kGroup + head, column, part, split.count, tag, partial);
     }
     sync();
-    this->tracer.then(kAttending, kMerging, attended);
-    this->tracer.end(kMerging);
+    const u32 merged = this->tracer.now();
+    this->tracer.waited(kWaitingForActivations, since, found);
+    this->tracer.spent(kAttending, found, attended);
+    this->tracer.spent(kMerging, attended, merged);
   }
 
   // A query head, the new key or the new value (row kGroup, kGroup + 1) by one warp: fetch, norm,
@@ -533,7 +534,8 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     rows += row * kHeadDim + lane * kVec;
     const T* norm = nullptr;
     if (Shape::kQkNorm && row <= kGroup) {
-      norm = (row < kGroup ? this->args.q_norm : this->args.k_norm) + layer * kHeadDim + lane * kVec;
+      norm =
+          (row < kGroup ? this->args.q_norm : this->args.k_norm) + layer * kHeadDim + lane * kVec;
     }
     const float* cos = at<const float>(Shape::kAnglesAt);
     const float* sin = cos + Shape::kRotary / 2;
@@ -552,8 +554,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
           float sum = 0.0f;
 #pragma unroll
           for (int j = 0; j < kVec; ++j) sum = fmaf(values[j], values[j], sum);
-          const float scale =
-              rsqrtf(warp_sum(sum) / static_cast<float>(kHeadDim) + this->args.eps);
+          const float scale = rsqrtf(warp_sum(sum) / static_cast<float>(kHeadDim) + this->args.eps);
 #pragma unroll
           for (int j = 0; j < kVec; ++j) {
             values[j] = to_float(normalized<T, Shape::kRounding>(
@@ -583,9 +584,9 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       rows = at<T>(Shape::kRowsAt) + row * kHeadDim;
       const float scale = norm ? head_rms_scale<2>(rows, kHeadDim, this->args.eps) : 0.0f;
       __syncwarp();
-      norm_rotate_head<Shape::kPairing, Shape::kRounding, 2>(
-          rows, rows, kHeadDim, Angles{cos, sin, Shape::kRotary / 2}, norm ? shared_norm : nullptr,
-          scale);
+      norm_rotate_head<Shape::kPairing, Shape::kRounding, 2>(rows, rows, kHeadDim,
+                                                             Angles{cos, sin, Shape::kRotary / 2},
+                                                             norm ? shared_norm : nullptr, scale);
     }
   }
 
@@ -695,7 +696,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const int thread = thread_here();
     u32 place = fragment_place<T>(thread);
     probe(values_of(0), 2 * kPairs, tag);
-    this->tracer.then(kWaitingForActivations, kGathering, this->tracer.now());
+    this->tracer.gathers();
 #pragma unroll 1
     for (int pair = thread; pair < kPairs; pair += kThreads, place += 2 * kThreads) {
       const int query = pair * 2 * kPerWord<T> / kHeadDim;
@@ -711,8 +712,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
         const int split = min(i, splits - 1);
-        weights[i] =
-            __uint_as_float(settle(seen_weights[i], weight_of(split, query), tag));
+        weights[i] = __uint_as_float(settle(seen_weights[i], weight_of(split, query), tag));
         top = fmaxf(top, weights[i]);
       }
       float sum = 0.0f, values[2 * kPerWord<T>] = {};

@@ -295,6 +295,12 @@ CUFUSE_DEVICE u64 clock_cycles() {
   asm volatile("mov.u64 %0, %%clock64;" : "=l"(cycles)::"memory");
   return cycles;
 }
+// Its low half, in one instruction.
+CUFUSE_DEVICE u32 clock_low() {
+  u32 cycles;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles)::"memory");
+  return cycles;
+}
 
 // ---- shared memory
 

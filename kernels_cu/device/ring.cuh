@@ -16,6 +16,16 @@ enum class Copies { bulk, async };
 
 constexpr int kGroupWarps = 4;  // consumers of a stage
 
+// As in device/exchange.cuh, and traced; what is there at the first look costs the tracer nothing.
+template <typename AnyTracer>
+CUFUSE_DEVICE void wait_for(u64* barrier, u32 parity, Activity activity, AnyTracer& tracer) {
+  if (mbarrier_test_wait(barrier, parity)) return;
+  const u32 since = tracer.now();
+  while (!mbarrier_try_wait(barrier, parity) && !is_over()) {
+  }
+  tracer.waited(activity, since, tracer.now());
+}
+
 template <int kStages_, int kStageBytes_, int kWindow_, int kCalmWindow_, Copies kCopies_>
 struct RingShape {
   static constexpr int kStages = kStages_;
@@ -86,8 +96,9 @@ struct Ring {
     fence_mbarrier_init();
   }
 
-  static CUFUSE_DEVICE const unsigned char* wait(const Cursor& cursor) {
-    wait_for(full(cursor.stage), cursor.round);
+  template <typename AnyTracer>
+  static CUFUSE_DEVICE const unsigned char* wait(const Cursor& cursor, AnyTracer& tracer) {
+    wait_for(full(cursor.stage), cursor.round, kWaitingForWeights, tracer);
     return at(cursor);
   }
 
@@ -173,9 +184,7 @@ struct RingFiller {
   // Wait until the next stage is free and few enough are on their way; false when that is in vain.
   template <typename AnyTracer>
   CUFUSE_DEVICE bool begin_stage(AnyTracer& tracer) {
-    const u32 since = tracer.now();
-    wait_for(Ring::empty(next.stage), next.round ^ 1);
-    tracer.waited(kWaitingForRoom, since);
+    wait_for(Ring::empty(next.stage), next.round ^ 1, kWaitingForRoom, tracer);
     while (true) {
       const bool waits = in_flight >= window;
       if (waits) wait_for(Ring::full(landing.stage), landing.round);

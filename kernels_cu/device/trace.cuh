@@ -22,84 +22,88 @@ enum Activity : int {
 };
 
 constexpr int kTraceWords = 1 << 13;  // of a role of a CTA
-constexpr int kTraceHead = 8;         // of them before the events
+constexpr int kTraceHead = 8;         // of them before the spans
+constexpr int kActivityBits = 5;      // of a span's word
 constexpr u32 kTraceShort = 200;      // cycles; a shorter wait is one that found all there
+static_assert(kNextPhase < 1 << kActivityBits, "an activity fits its bits");
 
 template <bool kTrace>
 struct Tracer {
   CUFUSE_DEVICE Tracer(u64*, int) {}
-  CUFUSE_DEVICE void begin(Activity) {}
-  CUFUSE_DEVICE void end(Activity) {}
-  CUFUSE_DEVICE void phase() {}
   CUFUSE_DEVICE u32 now() const { return 0; }
-  CUFUSE_DEVICE void then(Activity, Activity, u32) {}
   CUFUSE_DEVICE void spent(Activity, u32, u32) {}
   CUFUSE_DEVICE void waited(Activity, u32, u32) {}
-  CUFUSE_DEVICE void waited(Activity, u32) {}
+  CUFUSE_DEVICE void phase() {}
+  CUFUSE_DEVICE void waits() {}
+  CUFUSE_DEVICE void gathers() {}
+  CUFUSE_DEVICE void gathered(u32) {}
   CUFUSE_DEVICE void close() {}
 };
 
-// trace: [ctas, kRoles, kTraceWords]. A row's head is how many events there were, then timer_ns and
-// clock_cycles when the role began and when it ended. An event is
-// cycles << 8 | activity << 1 | (0 begins, 1 ends); those that find no room in the row are lost. It
-// is written when a token does not wait for its writer, so not always in the order of its cycles.
-// The role's first thread writes.
+// trace: [ctas, kRoles, kTraceWords]. A row's head is how many spans there were, then timer_ns and
+// clock_cycles when the role began and when it ended. A span's upper half is the cycles it took,
+// its lower half the clock at its end << kActivityBits | activity; the head tells the bits of the
+// clock that are shifted out. Spans that find no room in the row are lost. They are written when a
+// token does not wait for their writer, the role's first thread: in the phase that they belong to,
+// but not always in the order of their cycles.
 template <>
 struct Tracer<true> {
-  u64* const& trace;
+  // A span is few instructions: when it was 40 the kernel outgrew the instruction cache and a step
+  // took 9 % longer (H200, Qwen3-0.6B). So the row's end stays in registers, and who does not write
+  // has no room.
+  u64* const end;
   const int role;
-  int count = 0;
+  int next;  // word, counted from the end
+  u32 waits_since = 0, gathers_since = 0;
 
-  CUFUSE_DEVICE Tracer(u64* const& trace, int role) : trace(trace), role(role) {
+  CUFUSE_DEVICE Tracer(u64* trace, int role)
+      : end(by_now(trace + (static_cast<i64>(blockIdx.x) * kRoles + role + 1) * kTraceWords)),
+        role(role),
+        next(writes() ? kTraceHead - kTraceWords : 0) {
     if (!writes()) return;
     row()[1] = timer_ns();
     row()[2] = clock_cycles();
   }
 
-  CUFUSE_DEVICE void begin(Activity activity) { write(activity << 1, clock_cycles()); }
-  CUFUSE_DEVICE void end(Activity activity) { write(activity << 1 | 1, clock_cycles()); }
-  CUFUSE_DEVICE void phase() { begin(kNextPhase); }
+  CUFUSE_DEVICE u32 now() const { return clock_low(); }
 
-  // What was before, by what `now` said then: one activity and the next, a span, a wait.
-  CUFUSE_DEVICE u32 now() const { return static_cast<u32>(clock_cycles()); }
-  CUFUSE_DEVICE void then(Activity last, Activity next, u32 at) {
-    const u64 cycles = cycles_at(at);
-    write(last << 1 | 1, cycles);
-    write(next << 1, cycles);
-  }
+  // What was before, by what `now` said then.
   CUFUSE_DEVICE void spent(Activity activity, u32 since, u32 until) {
-    const u64 end = cycles_at(until);
-    write(activity << 1, end - (until - since));
-    write(activity << 1 | 1, end);
+    if (next < 0) {
+      store_word<Order::relaxed>(end + next,
+                                 static_cast<u64>(until - since) << 32 |
+                                     (until << kActivityBits | static_cast<u32>(activity)));
+    }
+    ++next;
   }
   CUFUSE_DEVICE void waited(Activity activity, u32 since, u32 until) {
     if (until - since >= kTraceShort) spent(activity, since, until);
   }
-  CUFUSE_DEVICE void waited(Activity activity, u32 since) { waited(activity, since, now()); }
+  CUFUSE_DEVICE void phase() {
+    const u32 at = now();
+    spent(kNextPhase, at, at);
+  }
+
+  // A gather waits for activations, then gathers; both are written when a token no longer waits.
+  CUFUSE_DEVICE void waits() { waits_since = now(); }
+  CUFUSE_DEVICE void gathers() { gathers_since = now(); }
+  CUFUSE_DEVICE void gathered(u32 until) {
+    waited(kWaitingForActivations, waits_since, gathers_since);
+    spent(kGathering, gathers_since, until);
+  }
 
   CUFUSE_DEVICE void close() {
     if (!writes()) return;
-    row()[0] = static_cast<u64>(count);
+    row()[0] = static_cast<u64>(next + kTraceWords - kTraceHead);
     row()[3] = timer_ns();
     row()[4] = clock_cycles();
   }
 
  private:
-  static CUFUSE_DEVICE u64 cycles_at(u32 at) {
-    const u64 cycles = clock_cycles();
-    return cycles - (static_cast<u32>(cycles) - at);
-  }
   CUFUSE_DEVICE bool writes() const {
     return role == kMultiplierRole ? thread_here() == 0 : lane_here() == 0;
   }
-  CUFUSE_DEVICE u64* row() const {
-    return trace + (static_cast<i64>(blockIdx.x) * kRoles + role) * kTraceWords;
-  }
-  CUFUSE_DEVICE void write(int code, u64 cycles) {
-    if (!writes()) return;
-    const int at = kTraceHead + count++;
-    if (at < kTraceWords) row()[at] = cycles << 8 | static_cast<u64>(code);
-  }
+  CUFUSE_DEVICE u64* row() const { return end - kTraceWords; }
 };
 
 }  // namespace cufuse

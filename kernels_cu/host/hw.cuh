@@ -425,7 +425,10 @@ inline u64 timer_ns() {
       duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count());
 }
 
-inline u64 clock_cycles() { return timer_ns(); }
+// A cycle of 4096 ns: a launch takes seconds, and 27 bits of the clock are to tell its cycles apart
+// (device/trace.cuh).
+inline u64 clock_cycles() { return timer_ns() >> 12; }
+inline u32 clock_low() { return static_cast<u32>(clock_cycles()); }
 
 // ---- mbarrier
 
