@@ -258,11 +258,11 @@ _PACKED_WARPGROUPS = (
     PackedMatmulTile(32, 64, 64, 1, 4, 8, 0.3, "warpgroup"),
     PackedMatmulTile(16, 64, 64, 1, 4, 8, 0.2, "warpgroup"),
 )
-# With wgmma and tensor copies. Times are fitted to an H200, bfloat16 and gelu. Teams hide what comes
-# after a sum, but their smaller tiles read shared memory more often. For the shapes [m, n, k] the
-# best of these took, in us: [8192, 8192, 8192] 1388, [4096, 14336, 4096] 629, [4096, 8192, 2048]
-# 200 (teams), [1024, 4096, 4096] 48.4, [256, 4096, 4096] 17.9 (64 rows). None was faster of 64 x
-# 256 in teams, 192 x 128 by three warpgroups, 128 x 64, 64 x 128 in two or three teams.
+# With wgmma and tensor copies. Times are fitted to an H200, bfloat16 and gelu. Teams hide what
+# comes after a sum, but their smaller tiles read shared memory more often. For the shapes [m, n, k]
+# the best of these took, in us: [8192, 8192, 8192] 1388, [4096, 14336, 4096] 629, [4096, 8192,
+# 2048] 200 (teams), [1024, 4096, 4096] 48.4, [256, 4096, 4096] 17.9 (64 rows). None was faster of
+# 64 x 256 in teams, 192 x 128 by three warpgroups, 128 x 64, 64 x 128 in two or three teams.
 _WARPGROUPS = (
     WarpgroupTile(128, 256, 2, 1, 4, 8, 1, 620, 5000),
     WarpgroupTile(256, 128, 2, 1, 4, 8, 1, 640, 4500),
