@@ -200,10 +200,11 @@ class Kernel:
         """Launch on like's device, asynchronously on `stream` (the current one when None).
 
         `args` holds exactly the fields of the kernel's struct: arrays (or None) for pointers,
-        numbers for scalars. `cluster` CTAs that follow each other in the grid's first dimension
-        share their shared memory (sm_90 and later). `through` holds the arrays that the kernel
-        reaches by addresses in other arrays: the twin lets it touch no others. `size_bytes` is what
-        the launch has to read and write in global memory, all arrays once unless said otherwise.
+        numbers for scalars, the bytes of tensor_map.py for maps. `cluster` CTAs that follow each
+        other in the grid's first dimension share their shared memory (sm_90 and later). `through`
+        holds the arrays that the kernel reaches by addresses in other arrays: the twin lets it
+        touch no others. `size_bytes` is what the launch has to read and write in global memory,
+        all arrays once unless said otherwise.
         Bad field names raise TypeError.
         """
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
@@ -245,7 +246,13 @@ class Kernel:
             (0 if args[name] is None else device.address(args[name])) if pointer else args[name]
             for name, pointer in layout.fields
         ]
-        return np.frombuffer(struct.pack(layout.format, *values), layout.opaque)
+        made = struct.pack(layout.format, *values)
+        if layout.alignment <= 16:
+            return np.frombuffer(made, layout.opaque)
+        room = np.empty(len(made) + layout.alignment, np.uint8)
+        at = -room.ctypes.data % layout.alignment
+        room[at : at + len(made)] = np.frombuffer(made, np.uint8)
+        return room[at : at + len(made)].view(layout.opaque)
 
     def _launch_gpu(
         self,

@@ -7,6 +7,7 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,9 @@ _SCALARS = {
     "float": np.dtype(np.float32),
     "double": np.dtype(np.float64),
 }
+# hw.cuh's TensorMap. Its alignment is the struct's: maps stand first, where they need no padding.
+_TENSOR_MAP = np.dtype("V128")
+_TENSOR_MAP_ALIGNMENT = 64
 _POINTER = np.dtype(np.uint64)
 
 
@@ -38,12 +42,20 @@ class Layout:
     pointers: frozenset[str]
     read_only: frozenset[str] = frozenset()  # pointers to const
 
+    @property
+    def alignment(self) -> int:
+        """Bytes that the struct's address is a multiple of."""
+        maps = _TENSOR_MAP in (kind for kind, *_ in (self.dtype.fields or {}).values())
+        return _TENSOR_MAP_ALIGNMENT if maps else self.dtype.alignment
+
     @functools.cached_property
     def codes(self) -> dict[str, str]:
         """The `struct` module's letter for each field."""
         kinds = {name: self.dtype[name] for name in self.dtype.names or ()}
         return {
-            name: np.dtype(kind).char.replace("l", "q").replace("L", "Q")
+            name: "128s"
+            if kind == _TENSOR_MAP
+            else np.dtype(kind).char.replace("l", "q").replace("L", "Q")
             for name, kind in kinds.items()
         }
 
@@ -62,6 +74,8 @@ class Layout:
         """What `struct.pack` writes the fields with, the compiler's padding included."""
         tail = {1: "0b", 2: "0h", 4: "0i", 8: "0q"}[self.dtype.alignment]
         made = "@" + "".join(self.codes.values()) + tail
+        if self.alignment > self.dtype.alignment:
+            made += f"{self.dtype.itemsize - struct.calcsize(made)}x"
         if struct.calcsize(made) != self.dtype.itemsize:
             raise ValueError(f"struct {self.name}: {made} does not pack {self.dtype}")
         return made
@@ -78,12 +92,26 @@ def _included(path: Path) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
+def _resized(dtype: np.dtype, size_bytes: int) -> np.dtype:
+    fields: Any = dtype.fields or {}
+    return np.dtype(
+        {
+            "names": list(fields),
+            "formats": [kind for kind, *_ in fields.values()],
+            "offsets": [at for _, at, *_ in fields.values()],
+            "itemsize": size_bytes,
+            "aligned": True,
+        }
+    )
+
+
 @functools.cache
 def layout(path: Path, name: str) -> Layout:
     """Return the layout of `struct name` in a kernels_cu file or a header that it includes.
 
-    Fields are pointers and the scalars bool, int, i32, u32, unsigned, i64, u64, float, double.
-    Raises ValueError when the struct is missing or holds anything else.
+    Fields are pointers and the scalars bool, int, i32, u32, unsigned, i64, u64, float, double;
+    tensor maps may stand before them. Raises ValueError when the struct is missing or holds
+    anything else.
     """
     found = None
     for source in (path, *_included(path)):
@@ -104,11 +132,17 @@ def layout(path: Path, name: str) -> Layout:
             if field["const"] or field["const_too"]:
                 read_only.add(field["name"])
             fields.append((field["name"], _POINTER))
+        elif field["type"] == "TensorMap" and all(kind == _TENSOR_MAP for _, kind in fields):
+            fields.append((field["name"], _TENSOR_MAP))
         elif field["type"] in _SCALARS:
             fields.append((field["name"], _SCALARS[field["type"]]))
         else:
             raise ValueError(f"{path.name}: {name}.{field['name']} has type {field['type']}")
-    return Layout(name, np.dtype(fields, align=True), frozenset(pointers), frozenset(read_only))
+    dtype = np.dtype(fields, align=True)
+    if any(kind == _TENSOR_MAP for _, kind in fields):
+        size = -(-dtype.itemsize // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
+        dtype = _resized(dtype, size)
+    return Layout(name, dtype, frozenset(pointers), frozenset(read_only))
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """How a matrix product is cut: (op, target, shape, dtype) -> a frozen tile, as plain data.
 
 Two kinds: `RowsTile` for a few rows of x, where the time is that of reading the weights once
-(device/matvec.cuh), and `MatmulTile` for many (device/tile_matmul.cuh). Packed weights have a
+(device/matvec.cuh), and `MatmulTile` for many (device/tile_matmul.cuh) or, on sm_90a,
+`WarpgroupTile` (device/warpgroup_tiles.cuh). Packed weights have a
 `PackedRowsTile` (device/packed_rows.cuh) and `MatmulTile`s of their own (device/packed_tiles.cuh).
 """
 
@@ -18,6 +19,10 @@ from cufuse.config import Config
 
 # Rows of x that one pass over the weights serves; more go to tiles.
 MAX_ROWS = 8
+
+# The ops that have a kernel of warpgroups, and the rows of x up to which warps are chosen.
+WARPGROUP_OPS = ("linear",)
+WARPGROUP_ROWS = 64
 
 # The weight rows an op takes for each of its outputs.
 WEIGHT_ROWS = {"linear": 1, "matmul": 1, "gated_linear": 2, "qkv_rope_append": 1}
@@ -160,10 +165,66 @@ class PackedMatmulTile(MatmulTile):
         return self.stages * self.block_m * self.block_k * itemsize
 
 
-Tile = RowsTile | MatmulTile
+@dataclass(frozen=True)
+class WarpgroupTile:
+    """Teams of warpgroups multiply tiles that a CTA an SM walks over (sm_90a).
+
+    `group_m` tiles below each other lie side by side in that walk; `teams` take tiles in turn
+    (device/warpgroup_tiles.cuh).
+    """
+
+    block_m: int
+    block_n: int
+    warpgroups_m: int
+    warpgroups_n: int
+    stages: int
+    group_m: int
+    teams: int
+    block_ns: int  # what 64 values of K take
+    finish_ns: int  # what a tile takes beside; with teams the last one of a CTA
+
+    @property
+    def template(self) -> tuple[int, ...]:
+        """The kernel's template values."""
+        return (
+            self.block_m,
+            self.block_n,
+            self.warpgroups_m,
+            self.warpgroups_n,
+            self.stages,
+            self.group_m,
+            self.teams,
+        )
+
+    def count(self, m: int, n_weight_rows: int) -> int:
+        """Tiles of a product."""
+        return -(-m // self.block_m) * -(-n_weight_rows // self.block_n)
+
+    def launch_ns(self, target: Target, m: int, n_weight_rows: int, k: int) -> int:
+        """What the CTA with the most tiles takes."""
+        tiles = -(-self.count(m, n_weight_rows) // target.sm_count)
+        finishes = tiles if self.teams == 1 else 1
+        return tiles * -(-k // 64) * self.block_ns + finishes * self.finish_ns
+
+    def launch_shape(
+        self, target: Target, m: int, n_weight_rows: int, itemsize: int
+    ) -> LaunchShape:
+        """A CTA an SM, or as many as there are tiles."""
+        ctas = min(self.count(m, n_weight_rows), target.sm_count)
+        threads = (self.warpgroups_m * self.warpgroups_n * self.teams + 1) * 128
+        return LaunchShape((ctas,), threads, self.shared_bytes(itemsize))
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Dynamic shared memory, as WarpgroupShape::kSharedBytes has it."""
+        boxes = self.warpgroups_m * self.warpgroups_n * self.teams * 2 * 64 * 128
+        bias = self.warpgroups_m * self.block_n * self.teams * 2
+        return self.stages * ((self.block_m + self.block_n) * 128 + 16) + boxes + bias
+
+
+Tile = RowsTile | MatmulTile | WarpgroupTile
 PackedTile = PackedRowsTile | PackedMatmulTile
 
-_Shape = TypeVar("_Shape", bound=MatmulTile)
+_Shape = TypeVar("_Shape", MatmulTile, PackedMatmulTile)
 _PANEL_ROWS = 16
 
 _TENSOR_CORES = (
@@ -197,6 +258,18 @@ _PACKED_WARPGROUPS = (
     PackedMatmulTile(32, 64, 64, 1, 4, 8, 0.3, "warpgroup"),
     PackedMatmulTile(16, 64, 64, 1, 4, 8, 0.2, "warpgroup"),
 )
+# With wgmma and tensor copies. Times are fitted to an H200, bfloat16 and gelu. Teams hide what
+# comes after a sum, but their smaller tiles read shared memory more often. For the shapes [m, n, k]
+# the best of these took, in us: [8192, 8192, 8192] 1388, [4096, 14336, 4096] 629, [4096, 8192,
+# 2048] 200 (teams), [1024, 4096, 4096] 48.4, [256, 4096, 4096] 17.9 (64 rows). None was faster of
+# 64 x 256 in teams, 192 x 128 by three warpgroups, 128 x 64, 64 x 128 in two or three teams.
+_WARPGROUPS = (
+    WarpgroupTile(128, 256, 2, 1, 4, 8, 1, 620, 5000),
+    WarpgroupTile(256, 128, 2, 1, 4, 8, 1, 640, 4500),
+    WarpgroupTile(128, 128, 1, 1, 6, 16, 2, 372, 2000),
+    WarpgroupTile(128, 128, 2, 1, 6, 8, 1, 355, 1400),
+    WarpgroupTile(64, 128, 1, 1, 8, 8, 1, 220, 800),
+)
 _PACKED_FFMA = (
     PackedMatmulTile(128, 128, 16, 4, 2, 2, 1.0),
     PackedMatmulTile(64, 64, 16, 2, 2, 2, 0.6),
@@ -222,6 +295,16 @@ def choose(op: str, target: Target, m: int, n: int, k: int, dtype: Any) -> Tile:
         tile = _rows_tile(op, target, m, n, k, itemsize)
         if tile is not None:
             return tile
+    # Rows that are no multiple of 16 bytes are out of the reach of tensor copies.
+    if op in WARPGROUP_OPS and itemsize == 2 and target.arch == "90a" and k % 8 == 0:
+        fitting = [tile for tile in _WARPGROUPS if tile.shared_bytes(2) <= target.shared_bytes]
+        if fitting and k and m > WARPGROUP_ROWS:
+            return min(fitting, key=lambda tile: tile.launch_ns(target, m, n, k))
+    return choose_warps(op, target, m, n, itemsize)
+
+
+def choose_warps(op: str, target: Target, m: int, n: int, itemsize: int) -> MatmulTile:
+    """Choose among the tiles that take rows of any size at any address."""
     shapes = _FFMA if itemsize == 4 else _TENSOR_CORES
     return _cheapest(shapes, target, m, n * WEIGHT_ROWS[op], itemsize)
 

@@ -23,6 +23,7 @@ FLOORS = (
     ("engines",),
     ("ops", "generate", "plan", "trace"),
     ("jit", "tiles", "pack", "weights", "state", "checkpoint", "tokenizer", "hub"),
+    ("tensor_map",),
     ("device", "checks", "structs", "reference", "config"),
 )
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}

@@ -93,3 +93,21 @@ def test_tiles_are_frozen():
     tile = tiles.choose("linear", TARGETS[0], 1, 8, 8, bfloat16)
     with pytest.raises(dataclasses.FrozenInstanceError):
         tile.split = 3
+
+
+@pytest.mark.parametrize(
+    "m, n, k, wanted",
+    [
+        (8192, 8192, 8192, (128, 256, 1)),
+        (4096, 14336, 4096, (128, 256, 1)),
+        (4096, 8192, 2048, (128, 128, 2)),
+        (1024, 4096, 4096, (128, 256, 1)),
+        (256, 4096, 4096, (64, 128, 1)),
+        (65, 128, 64, (64, 128, 1)),
+    ],
+)
+def test_warpgroups_take_the_tile_that_was_fastest(m, n, k, wanted):
+    tile = tiles.choose("linear", Target("90a", 132, 227 * 1024), m, n, k, bfloat16)
+    assert isinstance(tile, tiles.WarpgroupTile)
+    assert (tile.block_m, tile.block_n, tile.teams) == wanted
+    assert tile.launch_shape(Target("90a", 132, 227 * 1024), m, n, 2).grid[0] <= 132

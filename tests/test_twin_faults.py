@@ -163,6 +163,22 @@ def check_warpgroups():
         check_packed(40, 80, 840)
 
 
+def check_tensor_tiles(tile=(64, 128, 1, 1, 2, 8, 1)):
+    tile = tiles.WarpgroupTile(*tile, 1, 1)
+    target = tiles.Target("90a", 2, 227 * 1024)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tiles, "TWIN", target)
+        patched.setattr(tiles, "_WARPGROUPS", (tile,))
+        patched.setattr(tiles, "WARPGROUP_ROWS", tiles.MAX_ROWS)
+        tiles.choose.cache_clear()
+        check_linear(m=70, n=264, k=392)
+    tiles.choose.cache_clear()
+
+
+def check_tensor_teams():
+    check_tensor_tiles((64, 64, 1, 1, 3, 8, 2))
+
+
 def check_attention(q_len=40):
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, q_len, 2, 64)).astype(np.float16)
@@ -189,6 +205,8 @@ CHECKS = (
     check_packed_rows,
     check_packed_tiles,
     check_warpgroups,
+    check_tensor_tiles,
+    check_tensor_teams,
     check_attention,
     check_decode,
 )
@@ -457,6 +475,70 @@ FAULTS = {
         "",
         0,
         "a's registers are written before wgmma_wait",
+    ),
+    "tensor tiles: a stage is never given back": (
+        check_tensor_tiles,
+        "device/warpgroup_tiles.cuh",
+        "Ring::release(before);",
+        "",
+        1,
+        "hangs",
+    ),
+    "tensor tiles: fewer bytes announced than copied": (
+        check_tensor_tiles,
+        "device/warpgroup_tiles.cuh",
+        "expect_tx(full, Shape::kStageBytes)",
+        "expect_tx(full, Shape::kStageBytes - 16)",
+        0,
+        "hangs|too few were announced",
+    ),
+    "tensor tiles: a stage given back while it is read": (
+        check_tensor_tiles,
+        "device/warpgroup_tiles.cuh",
+        "wgmma_wait<1>();",
+        "",
+        0,
+        "race|copy|product|Not equal|Mismatched",
+    ),
+    "tensor tiles: results stored without a fence": (
+        check_tensor_tiles,
+        "device/warpgroup_tiles.cuh",
+        "fence_proxy_async_shared();",
+        "",
+        0,
+        "a store without fence_proxy_async",
+    ),
+    "tensor tiles: a box overwritten while it is stored": (
+        check_tensor_tiles,
+        "device/warpgroup_tiles.cuh",
+        "store_bulk_wait_read<Shape::kBoxes - 1>();",
+        "store_bulk_wait_read<Shape::kBoxes>();",
+        0,
+        "copy|race",
+    ),
+    "tensor tiles: results without a swizzle": (
+        check_tensor_tiles,
+        "device/warpgroup_tiles.cuh",
+        "swizzle<128>(place + (j + lane / 16) * 16)",
+        "(place + (j + lane / 16) * 16)",
+        0,
+        WRONG,
+    ),
+    "tensor tiles: a box off its alignment": (
+        check_tensor_tiles,
+        "device/warpgroup_tiles.cuh",
+        "Ring::left(cursor), x, tile.row",
+        "Ring::left(cursor) + 128, x, tile.row",
+        0,
+        "multiple of 1024",
+    ),
+    "tensor tiles: a team out of turn": (
+        check_tensor_teams,
+        "fused/linear_sm90.cu",
+        "if (waits) wait_for_turn<Shape>(team);",
+        "",
+        0,
+        "copy|race|hangs",
     ),
     "attention: a block read before landing": (
         check_attention,

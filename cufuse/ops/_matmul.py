@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cufuse import checks, device, jit, pack, tiles
+from cufuse import checks, device, jit, pack, tensor_map, tiles
 from cufuse.checks import Bound
 from cufuse.device import Array
 from cufuse.ops._vector import width
@@ -96,12 +96,56 @@ def multiply(
         args["eps"] = 0.0 if norm is None else norm.eps
         vec = width(k, bound["x"], *weights, bound["norm"])
     else:
-        name = f"{kernels}_tiles"
         args["x"] = normed(bound, norm, stream)
+        if isinstance(tile, tiles.WarpgroupTile):
+            if tensor_map.fits(args["x"]) and all(map(tensor_map.fits, weights)):
+                _multiply_by_warpgroups(bound, kernels, template, tile, shape, args, stream)
+                return
+            tile = tiles.choose_warps(bound.op, target, m, n, itemsize)
+            shape = tile.launch_shape(target, m, tiles.WEIGHT_ROWS[bound.op] * n, itemsize)
+        name = f"{kernels}_tiles"
         vec = width(k, args["x"], *weights)
     kernel = jit.kernel(f"fused/{bound.op}.cu", name, bound.dtype, *template, *tile.template, vec)
     kernel.launch(
         shape.grid, shape.threads, args, like=y, shared_bytes=shape.shared_bytes, stream=stream
+    )
+
+
+def _multiply_by_warpgroups(
+    bound: Bound,
+    kernels: str,
+    template: tuple[str, ...],
+    tile: tiles.WarpgroupTile,
+    shape: tiles.LaunchShape,
+    args: dict[str, Any],
+    stream: Any,
+) -> None:
+    """Launch `{kernels}_warpgroups`; x and w are within the reach of tensor copies."""
+    y = args["y"]
+    # The results of two columns are one word of bias and residual.
+    words = [array for array in (args["b"], args["residual"]) if array is not None]
+    by_tensor = tensor_map.fits(y) and all(device.address(array) % 4 == 0 for array in words)
+    maps = {
+        "x_map": tensor_map.rows(args["x"], tile.block_m),
+        "w_map": tensor_map.rows(args["w"], tile.block_n),
+        "y_map": tensor_map.rows(y, 64) if by_tensor else tensor_map.NONE,
+    }
+    stores = f"Stores::{'tensor' if by_tensor else 'threads'}"
+    kernel = jit.kernel(
+        f"fused/{bound.op}_sm90.cu",
+        f"{kernels}_warpgroups",
+        bound.dtype,
+        *template,
+        stores,
+        *tile.template,
+    )
+    kernel.launch(
+        shape.grid,
+        shape.threads,
+        {**maps, **args},
+        like=y,
+        shared_bytes=shape.shared_bytes,
+        stream=stream,
     )
 
 

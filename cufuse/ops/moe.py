@@ -199,8 +199,8 @@ def _many_tokens(
         return device.SCRATCH.get(f"moe {name}", size * itemsize, y, stream)
 
     rows = -(-slots // n_experts)  # of an expert, on average
-    up_tile = _tile("gated_linear", y, rows, hidden_dim * n_experts, dim)
-    down_tile = _tile("linear", y, rows, dim * n_experts, hidden_dim)
+    up_tile = _tile("gated_linear", y, rows, hidden_dim * n_experts)
+    down_tile = _tile("linear", y, rows, dim * n_experts)
 
     def sort(tile: tiles.MatmulTile, name: str) -> dict[str, Any]:
         """Sort the slots; how many tiles the experts need is known on the device alone."""
@@ -318,12 +318,9 @@ def _many_tokens(
     )
 
 
-def _tile(op: str, y: Array, rows: int, n: int, k: int) -> tiles.MatmulTile:
+def _tile(op: str, y: Array, rows: int, n: int) -> tiles.MatmulTile:
     """Choose a tile as for one wide product: all experts side by side, with as many rows as one."""
-    rows = max(rows, tiles.MAX_ROWS + 1)  # fewer would be no tile
-    tile = tiles.choose(op, tiles.target_of(y), rows, n, k, y.dtype)
-    assert isinstance(tile, tiles.MatmulTile)
-    return tile
+    return tiles.choose_warps(op, tiles.target_of(y), rows, n, y.dtype.itemsize)
 
 
 def _matrix_bytes(bound: Bound, tokens: int) -> int:

@@ -26,6 +26,12 @@ using bfloat16 = __nv_bfloat16;
 
 constexpr u32 kFullMask = 0xffffffffu;
 
+// A matrix in global memory, and the box of it that a tensor copy moves, as the driver encodes them
+// (cufuse/tensor_map.py). It stands first in a kernel's __grid_constant__ argument.
+struct alignas(64) TensorMap {
+  unsigned char encoded[128];
+};
+
 // The CTA's dynamic shared memory, aligned for every copy instruction.
 template <typename T>
 CUFUSE_DEVICE T* dynamic_shared() {
@@ -54,6 +60,13 @@ CUFUSE_DEVICE half from_float<half>(float v) {
 template <>
 CUFUSE_DEVICE bfloat16 from_float<bfloat16>(float v) {
   return __float2bfloat16_rn(v);
+}
+
+// The larger one; NaN if either is.
+CUFUSE_DEVICE float max_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
 }
 
 // Two neighbours, the first in the lower half: one instruction, where each by itself takes a slow
@@ -537,8 +550,39 @@ CUFUSE_DEVICE void prefetch_bulk(const void* source, u32 size_bytes) {
                : "memory");
 }
 
+// ---- tensor copies: a box of a row-major matrix, swizzled on the way
+
+CUFUSE_DEVICE void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Copy the box whose first element is at (row, column) to shared memory; what lies outside of the
+// matrix becomes zeros. The barrier hears of all the box's bytes. With a swizzle of 128 bytes the
+// shared address is a multiple of 1024.
+CUFUSE_DEVICE void copy_tensor(
+    void* shared, const TensorMap& map, int row, int column, u64* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3}], [%4];" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// Copy a box from shared memory to (row, column), but for what lies outside of the matrix. Groups
+// and fences as for `store_bulk`.
+CUFUSE_DEVICE void store_tensor(const TensorMap& map, int row, int column, const void* shared) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+      "r"(column), "r"(row), "r"(shared_address(shared))
+      : "memory");
+}
+
 // Order this thread's own accesses before the bulk copies that come after.
 CUFUSE_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// The same for accesses to the CTA's shared memory alone.
+CUFUSE_DEVICE void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // ---- clusters: CTAs that run together and reach each other's shared memory
 
@@ -643,6 +687,19 @@ CUFUSE_DEVICE void load_matrix_transposed(u32 (&r)[kMatrices], const void* share
                  : "memory");
   }
 }
+
+#if __CUDA_ARCH__ >= 900
+
+// The way back: four 8x8 matrices from registers, addresses and fragments as `load_matrix` has
+// them.
+CUFUSE_DEVICE void store_matrix(void* shared, const u32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(shared)),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+#endif  // sm_90
 
 // c [16, 8] += a [16, 16] b [16, 8], fragments in PTX's order for m16n8k16.
 template <typename T>
@@ -817,6 +874,19 @@ CUFUSE_DEVICE void wgmma(float (&d)[kSums], const u32 (&a)[4], u64 b, bool accum
 #undef CUFUSE_SUMS
 #undef CUFUSE_END
 #undef CUFUSE_ENDS
+
+// Take registers from the warpgroup, or give it some, up to kCount a thread: a multiple of 8, 24 to
+// 256. All its warps come. A CTA has what it was launched with, so some give before others get.
+template <int kCount>
+CUFUSE_DEVICE void give_registers() {
+  static_assert(kCount % 8 == 0 && kCount >= 24 && kCount <= 256, "what setmaxnreg takes");
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+CUFUSE_DEVICE void take_registers() {
+  static_assert(kCount % 8 == 0 && kCount >= 24 && kCount <= 256, "what setmaxnreg takes");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
 
 // Keep the compiler from moving what it does with registers over this place.
 CUFUSE_DEVICE void pin(float& v) { asm volatile("" : "+f"(v)::"memory"); }

@@ -56,6 +56,12 @@ struct RingCursor {
     stage += steps;
     wrap();
   }
+  // By any number.
+  CUFUSE_DEVICE void skip(int steps) {
+    const int rounds = (stage + steps) / kStages;
+    stage += steps - rounds * kStages;
+    round ^= rounds & 1;
+  }
 
  private:
   CUFUSE_DEVICE void wrap() {

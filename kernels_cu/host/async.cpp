@@ -39,6 +39,8 @@ struct BulkCopy {
   bool was_read;
   std::vector<unsigned char> bytes;  // what a store read, if it was
   Combine combine;                   // none: what was there is overwritten
+  TensorMap map;                     // magic 0: the copy is of plain bytes
+  int row, column;                   // of the matrix, where the copy begins
 };
 
 struct Thread {
@@ -197,8 +199,74 @@ void land(const ThreadCopy& copy) {
   --cta->async.in_flight;
 }
 
+// ---- boxes of a matrix
+
+unsigned box_row_bytes(const TensorMap& map) { return map.box_columns * map.item_bytes; }
+
+// Bytes of a box's row that lie in the matrix, its columns from `column` on.
+unsigned inside_bytes(const TensorMap& map, int row, int column) {
+  if (row < 0 || static_cast<u64>(row) >= map.rows) return 0;
+  if (static_cast<u64>(column) >= map.columns) return 0;
+  return std::min<u64>(map.columns - column, map.box_columns) * map.item_bytes;
+}
+
+unsigned char* place_in_matrix(const TensorMap& map, int row, int column) {
+  return static_cast<unsigned char*>(map.data) + row * map.pitch_bytes +
+         static_cast<u64>(column) * map.item_bytes;
+}
+
+// Where a byte of the box lies: chunks of 16 bytes change places by the address, as in swizzle.cuh.
+unsigned char* swizzled_place(const TensorMap& map, unsigned char* shared, unsigned offset) {
+  if (!map.swizzle_bytes) return shared + offset;
+  const std::uintptr_t at = number(shared) - number(cta->dynamic_shared) + offset;
+  return cta->dynamic_shared + (at ^ (at >> 3 & (map.swizzle_bytes - 16)));
+}
+
+void read_box(BulkCopy& copy) {
+  const TensorMap& map = copy.map;
+  copy.bytes.assign(copy.size_bytes, 0);
+  if (!copy.barrier) {
+    unsigned char* shared = const_cast<unsigned char*>(copy.from);
+    for (unsigned at = 0; at < copy.size_bytes; at += 16) {
+      std::memcpy(copy.bytes.data() + at, swizzled_place(map, shared, at), 16);
+    }
+    return;
+  }
+  const unsigned row_bytes = box_row_bytes(map);
+  for (unsigned i = 0; i < copy.size_bytes / row_bytes; ++i) {
+    const unsigned inside = inside_bytes(map, copy.row + i, copy.column);
+    if (inside) {
+      std::memcpy(copy.bytes.data() + i * row_bytes,
+                  place_in_matrix(map, copy.row + i, copy.column), inside);
+    }
+  }
+}
+
+void write_box(const BulkCopy& copy) {
+  const TensorMap& map = copy.map;
+  const unsigned row_bytes = box_row_bytes(map);
+  if (copy.barrier) {
+    for (unsigned at = 0; at < copy.size_bytes; at += 16) {
+      std::memcpy(swizzled_place(map, copy.to, at), copy.bytes.data() + at, 16);
+    }
+    return;
+  }
+  for (unsigned i = 0; i < copy.size_bytes / row_bytes; ++i) {
+    const unsigned inside = inside_bytes(map, copy.row + i, copy.column);
+    if (inside) {
+      std::memcpy(place_in_matrix(map, copy.row + i, copy.column),
+                  copy.bytes.data() + i * row_bytes, inside);
+    }
+  }
+}
+
 void read_source(BulkCopy& copy) {
   if (copy.was_read) return;
+  if (copy.map.magic) {
+    read_box(copy);
+    copy.was_read = true;
+    return;
+  }
   copy.bytes.assign(copy.from, copy.from + copy.size_bytes);
   copy.was_read = true;
 }
@@ -210,13 +278,17 @@ void land_bulk(std::size_t i) {
   bulk.pop_back();
   --cta->async.in_flight;
   read_source(copy);
-  if (copy.combine) {
+  if (copy.map.magic) {
+    write_box(copy);
+  } else if (copy.combine) {
     copy.combine(copy.to, copy.bytes.data(), copy.size_bytes);
   } else {
     std::memcpy(copy.to, copy.bytes.data(), copy.size_bytes);
   }
   if (!copy.barrier) return;
-  copy_landed(copy.to, copy.from, copy.size_bytes, copy.thread, copy.barrier);
+  // The rows of a box were noted as read when it was issued.
+  const void* source = copy.map.magic ? copy.to : copy.from;
+  copy_landed(copy.to, source, copy.size_bytes, copy.thread, copy.barrier);
   Phase word = unpack(copy.barrier, "copy_bulk");
   word.to_come -= static_cast<int>(copy.size_bytes);
   update(copy.barrier, word, "copy_bulk");
@@ -437,6 +509,88 @@ void bulk_store_wait(int pending, bool only_read) {
 
 void bulk_prefetch(const void* source, unsigned size_bytes) {
   check_copy(nullptr, source, size_bytes, "prefetch_bulk");
+}
+
+// ---- tensor copies
+
+void tensor_check(const TensorMap& map, const char* name) {
+  if (map.magic != kTensorMagic) fault(name, "the map is none: tensor_map.py did not fill it");
+}
+
+namespace {
+
+void check_box(const void* shared, const TensorMap& map, int column, const char* name) {
+  tensor_check(map, name);
+  const unsigned row_bytes = box_row_bytes(map);
+  const unsigned alignment = map.swizzle_bytes ? 8 * map.swizzle_bytes : 128;
+  if ((number(shared) - number(cta->dynamic_shared)) % alignment) {
+    fault(name, "the box at " + place(shared) + " does not start at a multiple of " +
+                    std::to_string(alignment) + " bytes");
+  }
+  if (column < 0) fault(name, "a box that starts left of the matrix is not modelled");
+  check_shared(shared, map.box_rows * row_bytes, name);
+}
+
+// Queue a box in one to three pieces of whole rows.
+void queue_box(BulkCopy copy) {
+  const unsigned row_bytes = box_row_bytes(copy.map);
+  copy.thread = cta->current->index;
+  unsigned left = copy.map.box_rows;
+  for (unsigned pieces = 1 + draw() % 3; left; --pieces) {
+    // Rows in eights: a piece starts where the swizzle does.
+    const unsigned rows = pieces > 1 && left > 8 ? 8 * (1 + draw() % ((left - 1) / 8)) : left;
+    copy.size_bytes = rows * row_bytes;
+    copy.landing = chance(2) ? Landing::late : Landing::any_time;
+    state().bulk.push_back(copy);
+    ++cta->async.in_flight;
+    copy.row += rows;
+    (copy.barrier ? copy.to : const_cast<unsigned char*&>(copy.from)) += copy.size_bytes;
+    left -= rows;
+  }
+}
+
+}  // namespace
+
+void tensor_load(void* shared, const TensorMap& map, int row, int column, u64* barrier) {
+  called_from(__builtin_return_address(0));
+  check_box(shared, map, column, "copy_tensor");
+  unpack(barrier, "copy_tensor");
+  copy_begins(shared, map.box_rows * box_row_bytes(map), -1, CopyGroups::load, CopyKind::write);
+  for (unsigned i = 0; i < map.box_rows; ++i) {
+    if (const unsigned inside = inside_bytes(map, row + i, column)) {
+      accessed(place_in_matrix(map, row + i, column), inside, false);
+    }
+  }
+  BulkCopy copy{};
+  copy.to = static_cast<unsigned char*>(shared);
+  copy.barrier = barrier;
+  copy.map = map;
+  copy.row = row;
+  copy.column = column;
+  queue_box(copy);
+  land_some_bulk(false);
+}
+
+void tensor_store(const TensorMap& map, int row, int column, const void* shared) {
+  called_from(__builtin_return_address(0));
+  check_box(shared, map, column, "store_tensor");
+  const int group = current_thread().store_groups;
+  copy_begins(shared, map.box_rows * box_row_bytes(map), group, CopyGroups::store_reads,
+              CopyKind::read);
+  for (unsigned i = 0; i < map.box_rows; ++i) {
+    if (const unsigned inside = inside_bytes(map, row + i, column)) {
+      copy_begins(place_in_matrix(map, row + i, column), inside, group, CopyGroups::store_writes,
+                  CopyKind::write);
+    }
+  }
+  BulkCopy copy{};
+  copy.from = static_cast<const unsigned char*>(shared);
+  copy.map = map;
+  copy.row = row;
+  copy.column = column;
+  copy.group = group;
+  queue_box(copy);
+  land_some_bulk(false);
 }
 
 // ---- named barriers

@@ -72,6 +72,25 @@ void bulk_store_commit();
 void bulk_store_wait(int pending, bool only_read);
 void bulk_prefetch(const void* source, unsigned size_bytes);
 
+// ---- cp.async.bulk.tensor
+
+// What stands for the driver's map: a row-major matrix and a box of it (cufuse/tensor_map.py).
+struct alignas(64) TensorMap {
+  void* data;
+  unsigned long long rows, columns;    // elements
+  unsigned long long pitch_bytes;      // from a row to the next
+  unsigned box_rows, box_columns;      // elements
+  unsigned item_bytes, swizzle_bytes;  // 0: no swizzle
+  unsigned long long magic, reserved[9];
+};
+static_assert(sizeof(TensorMap) == 128, "the driver's map has 128 bytes");
+constexpr unsigned long long kTensorMagic = 0x70616d5f746e6574;
+
+void tensor_check(const TensorMap& map, const char* name);
+void tensor_load(
+    void* shared, const TensorMap& map, int row, int column, unsigned long long* barrier);
+void tensor_store(const TensorMap& map, int row, int column, const void* shared);
+
 // ---- bar.sync, bar.arrive: called by every thread of a whole warp
 
 // An id belongs to the threads that filled it first: others who come show that a count is wrong.

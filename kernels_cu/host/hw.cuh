@@ -224,6 +224,8 @@ using u64 = unsigned long long;
 
 constexpr u32 kFullMask = 0xffffffffu;
 
+using TensorMap = host::TensorMap;
+
 template <typename T>
 T* dynamic_shared() {
   return reinterpret_cast<T*>(host::cta->dynamic_shared);
@@ -256,6 +258,8 @@ inline float to_float(half v) {
 
 inline float to_float(e4m3 v) { return fp8_to_float(v); }
 inline float to_float(e5m2 v) { return fp8_to_float(v); }
+
+inline float max_or_nan(float a, float b) { return a != a || b != b ? a + b : a < b ? b : a; }
 
 template <typename T>
 T from_float(float v);
@@ -507,7 +511,26 @@ void store_bulk_wait_read() {
 inline void prefetch_bulk(const void* source, u32 size_bytes) {
   host::bulk_prefetch(source, size_bytes);
 }
+
+// ---- tensor copies
+
+inline void prefetch_map(const TensorMap& map) { host::tensor_check(map, "prefetch_map"); }
+inline void copy_tensor(void* shared, const TensorMap& map, int row, int column, u64* barrier) {
+  host::tensor_load(shared, map, row, column, barrier);
+}
+inline void store_tensor(const TensorMap& map, int row, int column, const void* shared) {
+  host::tensor_store(map, row, column, shared);
+}
+template <int kCount>
+void give_registers() {
+  static_assert(kCount % 8 == 0 && kCount >= 24 && kCount <= 256, "what setmaxnreg takes");
+}
+template <int kCount>
+void take_registers() {
+  static_assert(kCount % 8 == 0 && kCount >= 24 && kCount <= 256, "what setmaxnreg takes");
+}
 inline void fence_proxy_async() { host::fence_proxy_async(); }
+inline void fence_proxy_async_shared() { host::fence_proxy_async(); }
 
 // ---- clusters
 
@@ -569,6 +592,24 @@ inline void load_matrix(u32 (&r)[kMatrices], const void* shared) {
 template <int kMatrices>
 inline void load_matrix_transposed(u32 (&r)[kMatrices], const void* shared) {
   load_matrix_rows(r, shared, true, "load_matrix_transposed");
+}
+
+// Each lane stores the rows that it gave the addresses of.
+inline void store_matrix(void* shared, const u32 (&r)[4]) {
+  struct Words {
+    u32 r[4];
+  };
+  const u32 lane = host::current_lane();
+  if (reinterpret_cast<std::uintptr_t>(shared) & 15) {
+    host::fail("store_matrix", "a row is not 16-byte aligned");
+  }
+  const Words mine{{r[0], r[1], r[2], r[3]}};
+  const uint4 row = host::exchange(kFullMask, mine, "store_matrix", [=](auto words) {
+    const u32 matrix = lane / 8, first = lane % 8 * 4;
+    return uint4{words(first).r[matrix], words(first + 1).r[matrix], words(first + 2).r[matrix],
+                 words(first + 3).r[matrix]};
+  });
+  *static_cast<uint4*>(shared) = row;
 }
 
 template <typename T>
