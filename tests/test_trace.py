@@ -13,9 +13,11 @@ from click.testing import CliRunner
 from conftest import _to_gpu
 from models import louder
 
-from cufuse import device, engines, jit, trace, weights
+from cufuse import config as configs
+from cufuse import device, engines, jit, plan, tiles, trace, weights
 from cufuse.cli import main
 from cufuse.config import PRESETS, Config
+from cufuse.engines import _decode
 from cufuse.state import State
 
 LAYOUT = trace.layout()
@@ -31,6 +33,17 @@ SMALLEST = Config(
     vocab_size=67,
     max_seq_len=64,
 )
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"])
+def test_no_register_is_spilled_for_a_trace(name):
+    """On the GPU that traces are made for; what they cost would not be what they show."""
+    c = configs.preset(name)
+    tile = tiles.decode(c, plan.target("90a", 132), device.bfloat16)
+    values = _decode.template(c, device.bfloat16, tile, trace=True)
+    assert (
+        jit.compile_offline(jit.kernel("mega/decode.cu", "decode", *values), "90a").spill_bytes == 0
+    )
 
 
 # ---- a buffer that a GPU could have written -----------------------------------------------------

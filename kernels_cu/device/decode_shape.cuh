@@ -82,7 +82,8 @@ struct RoleBlock {
   int token;             // of this launch
 };
 
-// control: a count that makes tags unique, whether a launch was over (Deadline), CTAs that have read the count.
+// control: a count that makes tags unique, whether a launch was over (Deadline), CTAs that have
+// read the count.
 constexpr int kControlSequence = 0;
 constexpr int kControlFault = 1;
 constexpr int kControlArrived = 2;
@@ -167,12 +168,12 @@ struct DecodeShape {
 
   // Words between CTAs. Vectors of the model's dtype, then float32 of attention's splits.
   static constexpr int words(int n) { return round_up((n + kPerWord<T> - 1) / kPerWord<T>, 16); }
-  static constexpr int kX = 0;                                          // [dim], between layers
-  static constexpr int kMiddle = kX + words(kDim);                      // [dim], behind attention
-  static constexpr int kQkv = kMiddle + words(kDim);                    // [q_dim + 2 kv_dim]
-  static constexpr int kAttention = kQkv + words(kQkvDim);              // [q_dim]
-  static constexpr int kHiddenWords = kAttention + words(kQDim);        // [hidden]
-  static constexpr int kParts = kHiddenWords + words(kHidden);  // [splits][q_dim], with weights
+  static constexpr int kX = 0;                                    // [dim], between layers
+  static constexpr int kMiddle = kX + words(kDim);                // [dim], behind attention
+  static constexpr int kQkv = kMiddle + words(kDim);              // [q_dim + 2 kv_dim]
+  static constexpr int kAttention = kQkv + words(kQkvDim);        // [q_dim]
+  static constexpr int kHiddenWords = kAttention + words(kQDim);  // [hidden]
+  static constexpr int kParts = kHiddenWords + words(kHidden);    // [splits][q_dim], with weights
   static constexpr int kWeights = kParts + 2 * kMostSplits * words(kQDim);  // [splits, heads] float
   static constexpr int kBest = kWeights + round_up(kMostSplits * kHeads, 16);  // [2, ctas, 2]
   static constexpr int kAppended = kBest + round_up(2 * kCtas * 2, 16);  // [2, layers, kv_heads]

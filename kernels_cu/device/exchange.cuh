@@ -12,9 +12,9 @@
 
 namespace cufuse {
 
-// The first bytes of a CTA's dynamic shared memory: nobody waits for ever. When the time of a launch
-// is over, in whatever CTA, waits end at once and what follows computes garbage, quickly, to the end
-// of the launch; the host sees `fault` and takes none of it.
+// The first bytes of a CTA's dynamic shared memory: nobody waits for ever. When the time of a
+// launch is over, in whatever CTA, waits end at once and what follows computes garbage, quickly, to
+// the end of the launch; the host sees `fault` and takes none of it.
 struct Deadline {
   static constexpr int kBytes = 128;
   u32* fault;    // global: whether a launch has been over
@@ -27,8 +27,8 @@ struct Deadline {
 
 CUFUSE_DEVICE bool is_over() { return load_shared_acquire(&Deadline::here().over) != 0; }
 
-// By one thread of a warp that does nothing else: keeps `over` until all others have finished. Those
-// who wait have neither a clock nor global memory to look at.
+// By one thread of a warp that does nothing else: keeps `over` until all others have finished.
+// Those who wait have neither a clock nor global memory to look at.
 CUFUSE_DEVICE void keep_deadline() {
   constexpr u32 kSleepNs = 20000;
   Deadline& deadline = Deadline::here();
