@@ -83,7 +83,7 @@ struct WarpgroupRing {
   }
 };
 
-struct WarpgroupTile {
+struct WarpgroupPlace {
   int row, column;  // the first ones
 };
 
@@ -102,7 +102,7 @@ struct WarpgroupTiles {
   CUFUSE_DEVICE bool are_left() const { return next < tiles_m * tiles_n; }
 
   // Neighbours in time are neighbours in the matrix: L2 serves them.
-  CUFUSE_DEVICE bool take(WarpgroupTile& tile) {
+  CUFUSE_DEVICE bool take(WarpgroupPlace& tile) {
     if (!are_left()) return false;
     const int per_group = Shape::kGroupM * tiles_n;
     const int group = next / per_group;
@@ -122,7 +122,7 @@ CUFUSE_DEVICE void fill_warpgroup_ring(WarpgroupTiles<Shape> tiles,
                                        const TensorMap& w) {
   using Ring = WarpgroupRing<Shape>;
   typename Ring::Cursor cursor;
-  WarpgroupTile tile;
+  WarpgroupPlace tile;
   while (tiles.take(tile)) {
 #pragma unroll 1
     for (int block = 0; block < tiles.blocks; ++block) {

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN * kTeams + 1) * 1
     if constexpr (Shape::kMultipliers > 1) take_registers<Shape::kMany>();
     WarpgroupSums<Shape> sums;
     typename Ring::Cursor cursor;
-    WarpgroupTile tile;
+    WarpgroupPlace tile;
     int box = 0;
     const int team = warpgroup / Shape::kTeam;
     int turn = 0;
