@@ -159,7 +159,7 @@ def test_rows_that_copies_cannot_reach_go_to_warps(by_warpgroups, rng):
 def test_a_map_says_what_it_wants():
     with pytest.raises(ValueError, match="rows of a multiple of 16 bytes"):
         tensor_map.rows(device.twin(np.zeros((4, 9), np.float16)), 4)
-    with pytest.raises(ValueError, match="wanted 1 to 256"):
+    with pytest.raises(ValueError, match="wanted 1 to 256 elements"):
         tensor_map.rows(device.twin(np.zeros((4, 8), np.float16)), 257)
 
 

@@ -130,8 +130,8 @@ CUFUSE_DEVICE void fill_warpgroup_ring(WarpgroupTiles<Shape> tiles,
       u64* full = Ring::full(cursor.stage);
       mbarrier_arrive_expect_tx(full, Shape::kStageBytes);
       const int column = block * Shape::kBlockK;
-      copy_tensor(Ring::left(cursor), x, tile.row, column, full);
-      copy_tensor(Ring::right(cursor), w, tile.column, column, full);
+      copy_tensor(Ring::left(cursor), x, full, column, tile.row);
+      copy_tensor(Ring::right(cursor), w, full, column, tile.column);
       cursor.template advance<1>();
     }
   }
@@ -254,7 +254,7 @@ CUFUSE_DEVICE void store_warpgroup_tile(WarpgroupSums<Shape>& sums,
       fence_proxy_async_shared();
       barrier_sync(barrier, 128);
       if (thread == 0) {
-        store_tensor(y, first_row + slab * 64, first_column + chunk * 64, to);
+        store_tensor(y, to, first_column + chunk * 64, first_row + slab * 64);
         store_bulk_commit();
       }
       box ^= 1;

@@ -515,11 +515,15 @@ inline void prefetch_bulk(const void* source, u32 size_bytes) {
 // ---- tensor copies
 
 inline void prefetch_map(const TensorMap& map) { host::tensor_check(map, "prefetch_map"); }
-inline void copy_tensor(void* shared, const TensorMap& map, int row, int column, u64* barrier) {
-  host::tensor_load(shared, map, row, column, barrier);
+template <typename... Coordinates>
+inline void copy_tensor(void* shared, const TensorMap& map, u64* barrier, Coordinates... at) {
+  const int coordinates[] = {at...};
+  host::tensor_load(shared, map, coordinates, sizeof...(at), barrier);
 }
-inline void store_tensor(const TensorMap& map, int row, int column, const void* shared) {
-  host::tensor_store(map, row, column, shared);
+template <typename... Coordinates>
+inline void store_tensor(const TensorMap& map, const void* shared, Coordinates... at) {
+  const int coordinates[] = {at...};
+  host::tensor_store(map, coordinates, sizeof...(at), shared);
 }
 template <int kCount>
 void give_registers() {
