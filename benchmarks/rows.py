@@ -37,7 +37,7 @@ class Row:
     ms_per_step_graph: float | None = None  # replayed from a CUDA graph
     tok_s: float | None = None
     tok_s_std: float | None = None
-    gbps: float | None = None  # moved_bytes by the time in a graph, of a prompt without one
+    gbps: float | None = None  # moved_bytes by the time in a graph, where there is one
     tflops: float | None = None
     pct_ceiling: float | None = None  # of this device's measured read speed
     x_cublas: float | None = None  # time of the bare product by cuBLAS through CuPy by our time
@@ -169,6 +169,7 @@ PROMPT_COLUMNS: tuple[Column, ...] = (
     ("launches", lambda r: _integer(r.launches_per_token)),
     ("MB moved", _megabytes),
     ("ms", lambda r: number(r.ms_per_step)),
+    ("ms in graph", lambda r: number(r.ms_per_step_graph)),
     ("t/s", _rate),
     ("GB/s", lambda r: number(r.gbps, 4)),
     ("max err", lambda r: _error(r.max_rel_err)),

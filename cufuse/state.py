@@ -180,6 +180,22 @@ class State:
             like=self.start,
         )
 
+    def positions(self, n: int) -> Array:
+        """Return where n more tokens of every sequence stand, int32 [batch * n] (one launch)."""
+        if n == 1:
+            return self.start
+        made = self.buffer("positions", (self.batch * n,), np.int32)
+        if device.kind(self.start) == "numpy":
+            made.reshape(self.batch, n)[...] = self.start[:, None] + np.arange(n, dtype=np.int32)
+            return made
+        jit.kernel("unfused/positions.cu", "positions").launch(
+            (made.size + 127) // 128,
+            128,
+            {"start": self.start, "positions": made, "rows": made.size, "n": n},
+            like=self.start,
+        )
+        return made
+
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
         self.length = 0

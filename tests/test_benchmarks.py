@@ -14,7 +14,7 @@ from conftest import DTYPES
 from graph_nodes import readable
 
 import cufuse.reference
-from cufuse import benchmarks, device, ops
+from cufuse import benchmarks, device, generate, ops
 from cufuse.benchmarks import prompt, readme, rows, subject, timing, verify
 from cufuse.benchmarks.catalogue import cases
 from cufuse.benchmarks.decode import Decode
@@ -22,6 +22,7 @@ from cufuse.benchmarks.prompt import Prompt
 from cufuse.benchmarks.rows import Row
 from cufuse.benchmarks.subject import Oracle, Piece, Subject
 from cufuse.cli import main
+from cufuse.engines import mega as mega_engine
 
 CASES = cases()
 
@@ -170,7 +171,7 @@ def test_mega_verifies(monkeypatch, kind):
 )
 def test_kernels_of_a_prompt_verify(monkeypatch, model, engine, kind):
     """In pieces of 17 and 6 for decoders: the second begins behind a filled cache."""
-    monkeypatch.setattr(prompt, "PREFILL_ROWS", 17)
+    monkeypatch.setattr(prompt, "_CHECKED_TOKENS", 17)
     oracle = Prompt(2, 23).oracle(Subject(model, "cpu", np.dtype(np.float32)))
     upload = device.twin if kind == "twin" else device.require_cupy().asarray
     assert oracle.error(engine, upload, model) < 1e-5
@@ -269,7 +270,8 @@ def test_decode_table_has_a_row_for_each_engine(model):
 
 
 def test_prompts_are_added_behind_the_decode_rows(monkeypatch):
-    monkeypatch.setattr(prompt, "PREFILL_ROWS", 8)
+    monkeypatch.setattr(generate, "PREFILL_ROWS", 16)
+    monkeypatch.setattr(mega_engine, "_LAUNCH_TOKENS", 8)
     arguments = ("decode", "-m", "tiny", "--device", "cpu", "-d", "8", "-n", "2", "-r", "1")
     made = found(bench(*arguments, "-p", "8,12", "-b", "2", "-o", "jsonl"))
     assert [row["test"] for row in made] == ["tg2 @ d8"] * 3 + ["pp8"] * 3 + ["pp12"] * 3
@@ -286,7 +288,7 @@ def test_prompts_are_added_behind_the_decode_rows(monkeypatch):
     (mega,) = found(bench(*arguments, "-p", "12", "-n", "0", "-e", "mega", "-o", "jsonl"))
     assert mega["launches_per_token"] == 2  # a piece is one
     table = bench(*arguments, "-p", "8", "-n", "0", "-e", "fused").stdout.splitlines()
-    assert table[0].endswith("| test | launches | MB moved | ms | t/s | GB/s | max err |")
+    assert table[0].endswith("| ms | ms in graph | t/s | GB/s | max err |")
 
 
 def test_encoder_has_prompt_rows_only():
