@@ -12,13 +12,10 @@ import functools
 import importlib.util
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Array = Any  # numpy.ndarray, cupy.ndarray or TwinArray
 
@@ -121,38 +118,39 @@ def address(x: Array) -> int:
     return x.__array_interface__["data"][0] if isinstance(x, np.ndarray) else x.data.ptr
 
 
-def overlap(a: Array, b: Array) -> bool:
-    """Tell whether the memory from first to last element of two arrays has a part in common.
+def span(x: Array) -> tuple[int, int]:
+    """Return the addresses of the first element and of the end of the last one.
 
     Strides, if there are any, are not negative.
     """
-    if device_id(a) != device_id(b) or not a.nbytes or not b.nbytes:
-        return False
-    first, second = address(a), address(b)
-    return first < second + _extent(b) and second < first + _extent(a)
-
-
-def _extent(x: Array) -> int:
-    """Bytes from the first element to the end of the last one."""
+    begin = address(x)
     if x.flags.c_contiguous:
-        return x.nbytes
+        return begin, begin + x.nbytes
     steps = zip(x.shape, x.strides, strict=True)
-    return x.dtype.itemsize + sum((size - 1) * stride for size, stride in steps)
+    return begin, begin + x.dtype.itemsize + sum((size - 1) * stride for size, stride in steps)
 
 
-@contextlib.contextmanager
-def on_device_of(x: Array) -> Iterator[None]:
+def overlap(a: Array, b: Array) -> bool:
+    """Tell whether the memory from first to last element of two arrays has a part in common."""
+    if device_id(a) != device_id(b):
+        return False
+    (first, first_end), (second, second_end) = span(a), span(b)
+    return max(first, second) < min(first_end, second_end)
+
+
+_HERE = contextlib.nullcontext()
+
+
+def on_device_of(x: Array) -> contextlib.AbstractContextManager[Any]:
     """Make x's GPU current inside the block and restore the caller's afterwards."""
     cupy = sys.modules.get("cupy")
     if (
         cupy is None
         or not isinstance(x, cupy.ndarray)
-        or cupy.cuda.runtime.getDevice() == x.device.id
+        or cupy.cuda.runtime.getDevice() == x.data.device_id
     ):
-        yield
-        return
-    with x.device:
-        yield
+        return _HERE
+    return x.device
 
 
 def require_cupy() -> Any:

@@ -68,7 +68,7 @@ class State:
         if c.rope_theta:
             cos, sin = reference.rope_table(c, capacity)
             self.cos, self.sin = self.upload(cos), self.upload(sin)
-        self._buffers: dict[str, list[Array]] = {}
+        self._buffers: dict[tuple[str, np.dtype], list[Array]] = {}
         self._zeroed: dict[str, Array] = {}
         self._uploads: dict[str, Array] = {}
 
@@ -109,7 +109,7 @@ class State:
         """
         dtype = np.dtype(self.like.dtype if dtype is None else dtype)
         size = math.prod(shape)
-        blocks = self._buffers.setdefault(f"{name} {dtype}", [])
+        blocks = self._buffers.setdefault((name, dtype), [])
         if not blocks or blocks[-1].size < size:
             blocks.append(device.empty((max(size, 1),), dtype, self.like))
         return blocks[-1][:size].reshape(shape)
