@@ -35,9 +35,12 @@ class Row:
     moved_bytes: int | None = None  # global-memory bytes those launches have to read and write
     ms_per_step: float | None = None  # launched one by one from Python; of a prompt, all of it
     ms_per_step_graph: float | None = None  # replayed from a CUDA graph
+    ms_alone: float | None = None  # of an op: a single call behind a pause
     tok_s: float | None = None
     tok_s_std: float | None = None
-    gbps: float | None = None  # moved_bytes by the time in a graph, where there is one
+    # Rates of an op that the tensor cores bound are those of a single call, all others those in a
+    # graph, where there is one.
+    gbps: float | None = None  # moved_bytes by the time
     tflops: float | None = None
     pct_ceiling: float | None = None  # of this device's measured read speed
     x_cublas: float | None = None  # time of the bare product by cuBLAS through CuPy by our time
@@ -136,6 +139,7 @@ OP_COLUMNS: tuple[Column, ...] = (
     ("MB moved", _megabytes),
     ("us", lambda r: _us(r.ms_per_step)),
     ("us in graph", lambda r: _us(r.ms_per_step_graph)),
+    ("us alone", lambda r: _us(r.ms_alone)),
     ("speed", _speed),
     ("% ceiling", lambda r: _percent(r.pct_ceiling)),
     ("x cuBLAS", lambda r: number(r.x_cublas)),

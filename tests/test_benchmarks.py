@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -504,6 +505,15 @@ def test_read_kernel_reads_every_word():
         assert sink[0] == 0x5EED5EED
 
 
+@pytest.mark.cpu_kernels
+def test_pause_takes_its_time():
+    from cufuse import jit
+
+    begin = time.perf_counter()
+    jit.kernel("unfused/pause.cu", "pause").launch(1, 32, {"ns": 10**8}, like=device.twin([0]))
+    assert 0.1 <= time.perf_counter() - begin < 30
+
+
 @pytest.mark.gpu
 def test_graph_nodes_see_every_launch():
     import cupy
@@ -534,3 +544,17 @@ def test_gpu_times_are_plausible():
     x = [cupy.ones((64, 4096), cupy.float32) for _ in range(4)]
     run = lambda i: ops.rmsnorm(x[i], out=x[i])  # noqa: E731
     assert 0 < timing.in_graph(run, 4).median <= timing.plain(run, 4).median * 1.5
+    assert 0 < timing.alone(run, 4).median < timing.plain(run, 4).median * 1.5
+
+
+@pytest.mark.gpu
+def test_a_call_behind_a_pause_is_timed_without_the_host():
+    import cupy
+
+    x = cupy.ones((64, 4096), cupy.float32)
+
+    def run(i):
+        time.sleep(2e-3)
+        ops.rmsnorm(x, out=x)
+
+    assert timing.alone(run, 1, repetitions=1).median < 1
