@@ -266,10 +266,12 @@ def save(rows: Sequence[Row], folder: Path | None = None) -> Path:
 
 
 def load(folder: Path | None = None) -> list[Row]:
-    """Read all rows that were kept, oldest first."""
+    """Read all rows that were kept, oldest first; those of peers are left out."""
     known = {f.name for f in fields(Row)}
     found = []
     for path in sorted((folder or results_folder()).glob("*.jsonl")):
         for line in filter(None, path.read_text().splitlines()):
-            found.append(Row(**{k: v for k, v in json.loads(line).items() if k in known}))
+            values = json.loads(line)
+            if "peer" not in values:
+                found.append(Row(**{k: v for k, v in values.items() if k in known}))
     return found

@@ -379,6 +379,14 @@ def test_rows_are_saved(monkeypatch, tmp_path):
     assert kept[0].commit == "abc1234" and kept[0].op == "linear" and kept[0].sizes == "2 x 24 x 16"
 
 
+def test_rows_of_peers_are_not_ours(tmp_path):
+    ours = Row("op", "fused", "bfloat16", op="linear", sizes="1 x 2 x 3")
+    rows.save([replace(ours, date="2026-01-02")], tmp_path)
+    peer = {"peer": "torch", "mode": "compile", "test": "pp512", "ms": 1.0}
+    (tmp_path / "2026-01-02-peers.jsonl").write_text(json.dumps(peer) + "\n")
+    assert [row.op for row in rows.load(tmp_path)] == ["linear"]
+
+
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
