@@ -123,7 +123,7 @@ def alone(run: Run, sets: int, *, repetitions: int = 5) -> Timing:
 
 def pause(seconds: float) -> None:
     """Keep the current stream waiting for so long."""
-    like = device.require_cupy().empty(0)
+    like = device.require_cupy().empty(1)
     jit.kernel("unfused/pause.cu", "pause").launch(1, 32, {"ns": int(seconds * 1e9)}, like=like)
 
 

@@ -16,10 +16,10 @@ from cufuse.weights import Weights
 
 _STOPPED = -2  # the id a kernel writes that gave up
 
-# A longer prompt goes through the step in pieces. In large ones the tiles of the products are full
-# and the GPU takes longer for the kernels than the host for launching them; from so many rows on
-# neither gains. No intermediate of a piece is to be larger than so many bytes, however wide the
-# model: they all exist as long as the state.
+# A longer prompt goes through the step in pieces. Large ones have tiles enough for every SM in the
+# narrowest product, and their kernels take longer than the host does to launch them. No
+# intermediate of a piece is to be larger than so many bytes, however wide the model is: each has
+# memory of its own as long as the state lives.
 PREFILL_ROWS = 4096
 _PIECE_BYTES = 256 << 20
 _LEAST_ROWS = 128
