@@ -23,7 +23,7 @@ _STOPPED = -2  # the id a kernel writes that gave up
 PREFILL_ROWS = 4096
 _PIECE_BYTES = 256 << 20
 _LEAST_ROWS = 128
-_KEPT_PIECES = 4  # lengths; a graph of a step takes about a megabyte
+_KEPT_PIECES = 4  # lengths whose graphs are kept: a chat has few, texts as they come have none
 
 
 @dataclass(frozen=True)
