@@ -1,9 +1,10 @@
-"""The maps by which tensor copies know a matrix (hw.cuh's TensorMap): the driver encodes them."""
+"""The maps by which tensor copies know an array (hw.cuh's TensorMap): the driver encodes them."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
 import sys
 from typing import Any
@@ -13,81 +14,149 @@ import numpy as np
 from cufuse import device
 from cufuse.device import Array
 
-_SWIZZLE_BYTES = 128  # of a box's row
-_MOST_BOX_ROWS = 256
+_MOST_BOX = 256  # elements of a box in one dimension
+_RANKS = (2, 3, 4)
 _DATA_TYPES = {np.dtype(np.float16): 6, np.dtype(np.float32): 7, device.bfloat16: 9}
-_SWIZZLE_128, _L2_256 = 3, 3  # CUtensorMapSwizzle, CUtensorMapL2promotion
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle
+_L2_256 = 3  # CUtensorMapL2promotion
 _TWIN_MAGIC = 0x70616D5F746E6574  # host/async.cuh
 
 
-def fits(matrix: Array) -> bool:
-    """Tell whether tensor copies can reach a matrix: rows and address are multiples of 16 bytes."""
-    row_bytes = matrix.shape[-1] * matrix.dtype.itemsize
-    return row_bytes % 16 == 0 and device.address(matrix) % 16 == 0
+def fits(array: Array) -> bool:
+    """Tell whether tensor copies can reach an array: address and pitches are multiples of 16 bytes.
+
+    The last dimension has to be contiguous.
+    """
+    itemsize = array.dtype.itemsize
+    pitches = [s for s, n in zip(array.strides[:-1], array.shape[:-1], strict=True) if n > 1]
+    return (
+        array.size > 0
+        and array.shape[-1] * itemsize % 16 == 0
+        and array.strides[-1] == itemsize
+        and device.address(array) % 16 == 0
+        and all(pitch >= 0 and pitch % 16 == 0 for pitch in pitches)
+    )
 
 
-def rows(matrix: Array, box_rows: int) -> bytes:
-    """Return the map of a contiguous matrix, in boxes of `box_rows` rows of 128 swizzled bytes.
+def rows(matrix: Array, box_rows: int, box_columns: int | None = None) -> bytes:
+    """Return the map of a contiguous matrix, in boxes of `box_rows` swizzled rows.
 
     matrix: [..., columns], rows of a multiple of 16 bytes
+    box_columns: 128 bytes of a row when left out, else 128, 64 or 32; the swizzle is as wide
 
     Returns the 128 bytes of a TensorMap. Raises ValueError for what tensor copies cannot reach.
     """
     columns, itemsize = matrix.shape[-1], matrix.dtype.itemsize
     n_rows = matrix.size // columns if columns else 0
-    if not fits(matrix) or n_rows < 1:
+    box_columns = 128 // itemsize if box_columns is None else box_columns
+    return boxes(
+        matrix.reshape(n_rows, columns), (box_rows, box_columns), swizzle=box_columns * itemsize
+    )
+
+
+def boxes(array: Array, box: tuple[int, ...], *, swizzle: int) -> bytes:
+    """Return the map of an array in boxes of a shape.
+
+    array: two to four dimensions, the last one contiguous, all others at multiples of 16 bytes
+    box: elements of a box in each dimension, 1 to 256
+    swizzle: bytes of the box's lines that change places: 128, 64, 32 or, for none, 0
+
+    A box lies in shared memory line after line, its last dimension a line. Returns the 128 bytes of
+    a TensorMap. Raises ValueError for what tensor copies cannot reach.
+    """
+    if array.ndim not in _RANKS or len(box) != array.ndim:
         raise ValueError(
-            f"tensor map: {n_rows} rows of {columns * itemsize} bytes at "
-            f"{device.address(matrix):#x}, wanted rows of a multiple of 16 bytes at one of 16"
+            f"tensor map: a box of {len(box)} dimensions in an array of {array.ndim}, wanted the "
+            "same number, 2 to 4"
         )
-    if not 1 <= box_rows <= _MOST_BOX_ROWS:
-        raise ValueError(f"tensor map: a box of {box_rows} rows, wanted 1 to {_MOST_BOX_ROWS}")
-    encode = _encode_twin if device.kind(matrix) == "twin" else _encode
-    return encode(device.address(matrix), matrix.dtype, n_rows, columns, box_rows)
+    if not fits(array):
+        raise ValueError(
+            f"tensor map: array is {list(array.shape)} of {array.dtype.name} with strides of "
+            f"{list(array.strides)} bytes at {device.address(array):#x}, wanted rows of a multiple "
+            "of 16 bytes at one of 16"
+        )
+    line_bytes = box[-1] * array.dtype.itemsize
+    if any(not 1 <= n <= _MOST_BOX for n in box):
+        raise ValueError(f"tensor map: a box of {list(box)}, wanted 1 to {_MOST_BOX} elements")
+    if swizzle not in _SWIZZLES or line_bytes % 16 or (swizzle and line_bytes > swizzle):
+        raise ValueError(
+            f"tensor map: a line of {line_bytes} bytes with a swizzle of {swizzle}, wanted a "
+            "multiple of 16 that fits a swizzle of 128, 64 or 32, or 0"
+        )
+    encode = _encode_twin if device.kind(array) == "twin" else _encode
+    # The driver counts dimensions from the innermost; one of size 1 may have any pitch.
+    contiguous = [math.prod(array.shape[i + 1 :]) * array.dtype.itemsize for i in range(array.ndim)]
+    pitches = [
+        contiguous[i] if array.shape[i] == 1 else array.strides[i] for i in range(array.ndim - 1)
+    ]
+    return encode(
+        device.address(array),
+        array.dtype,
+        tuple(reversed(array.shape)),
+        tuple(reversed(pitches)),
+        tuple(reversed(box)),
+        swizzle,
+    )
 
 
 @functools.lru_cache(4096)
-def _encode(address: int, dtype: np.dtype, n_rows: int, columns: int, box_rows: int) -> bytes:
-    itemsize = dtype.itemsize
+def _encode(
+    address: int,
+    dtype: np.dtype,
+    sizes: tuple[int, ...],
+    pitches: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+) -> bytes:
+    rank = len(sizes)
     room = np.zeros(256, np.uint8)
     made = room[-room.ctypes.data % 128 :][:128]
     error = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(made.ctypes.data),
         ctypes.c_int(_DATA_TYPES[dtype]),
-        ctypes.c_uint32(2),
+        ctypes.c_uint32(rank),
         ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 2)(columns, n_rows),
-        (ctypes.c_uint64 * 1)(columns * itemsize),
-        (ctypes.c_uint32 * 2)(_SWIZZLE_BYTES // itemsize, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*pitches),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
         ctypes.c_int(0),  # not interleaved
-        ctypes.c_int(_SWIZZLE_128),
+        ctypes.c_int(_SWIZZLES[swizzle]),
         ctypes.c_int(_L2_256),
         ctypes.c_int(0),  # zeros outside
     )
     if error:
         raise RuntimeError(
-            f"tensor map of [{n_rows}, {columns}] {dtype.name} at {address:#x} in boxes of "
-            f"{box_rows} rows: CUDA error {error}"
+            f"tensor map of {list(reversed(sizes))} {dtype.name} at {address:#x} in boxes of "
+            f"{list(reversed(box))}: CUDA error {error}"
         )
     return made.tobytes()
 
 
 @functools.lru_cache(4096)
-def _encode_twin(address: int, dtype: np.dtype, n_rows: int, columns: int, box_rows: int) -> bytes:
+def _encode_twin(
+    address: int,
+    dtype: np.dtype,
+    sizes: tuple[int, ...],
+    pitches: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+) -> bytes:
     """Fill TensorMap of host/async.cuh."""
-    itemsize = dtype.itemsize
+    missing = 4 - len(sizes)
     return struct.pack(
-        "@4Q4IQ72x",
+        "@Q4Q3Q4IIIQQ24x",
         address,
-        n_rows,
-        columns,
-        columns * itemsize,
-        box_rows,
-        _SWIZZLE_BYTES // itemsize,
-        itemsize,
-        _SWIZZLE_BYTES,
+        *sizes,
+        *[1] * missing,
+        *pitches,
+        *[0] * missing,
+        *box,
+        *[1] * missing,
+        dtype.itemsize,
+        swizzle,
         _TWIN_MAGIC,
+        len(sizes),
     )
 
 

@@ -26,7 +26,7 @@ using bfloat16 = __nv_bfloat16;
 
 constexpr u32 kFullMask = 0xffffffffu;
 
-// A matrix in global memory, and the box of it that a tensor copy moves, as the driver encodes them
+// An array in global memory, and the box of it that a tensor copy moves, as the driver encodes them
 // (cufuse/tensor_map.py). It stands first in a kernel's __grid_constant__ argument.
 struct alignas(64) TensorMap {
   unsigned char encoded[128];
@@ -550,30 +550,61 @@ CUFUSE_DEVICE void prefetch_bulk(const void* source, u32 size_bytes) {
                : "memory");
 }
 
-// ---- tensor copies: a box of a row-major matrix, swizzled on the way
+// ---- tensor copies: a box of an array of two to four dimensions, swizzled on the way
 
 CUFUSE_DEVICE void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Copy the box whose first element is at (row, column) to shared memory; what lies outside of the
-// matrix becomes zeros. The barrier hears of all the box's bytes. With a swizzle of 128 bytes the
-// shared address is a multiple of 1024.
+// Copy the box whose first element is `at`, the innermost coordinate first, to shared memory; what
+// lies outside of the array becomes zeros. The barrier hears of all the box's bytes. The shared
+// address is a multiple of 128, with a swizzle of 8 times its bytes.
 CUFUSE_DEVICE void copy_tensor(
-    void* shared, const TensorMap& map, int row, int column, u64* barrier) {
+    void* shared, const TensorMap& map, u64* barrier, int column, int row) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
       "[%1, {%2, %3}], [%4];" ::"r"(shared_address(shared)),
       "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
       : "memory");
 }
+CUFUSE_DEVICE void copy_tensor(
+    void* shared, const TensorMap& map, u64* barrier, int at0, int at1, int at2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(at0), "r"(at1), "r"(at2), "r"(shared_address(barrier))
+      : "memory");
+}
+CUFUSE_DEVICE void copy_tensor(
+    void* shared, const TensorMap& map, u64* barrier, int at0, int at1, int at2, int at3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(at0), "r"(at1), "r"(at2), "r"(at3), "r"(shared_address(barrier))
+      : "memory");
+}
 
-// Copy a box from shared memory to (row, column), but for what lies outside of the matrix. Groups
+// Copy a box from shared memory to the place `at`, but for what lies outside of the array. Groups
 // and fences as for `store_bulk`.
-CUFUSE_DEVICE void store_tensor(const TensorMap& map, int row, int column, const void* shared) {
+CUFUSE_DEVICE void store_tensor(const TensorMap& map, const void* shared, int column, int row) {
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
       "r"(column), "r"(row), "r"(shared_address(shared))
+      : "memory");
+}
+CUFUSE_DEVICE void store_tensor(
+    const TensorMap& map, const void* shared, int at0, int at1, int at2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map),
+      "r"(at0), "r"(at1), "r"(at2), "r"(shared_address(shared))
+      : "memory");
+}
+CUFUSE_DEVICE void store_tensor(
+    const TensorMap& map, const void* shared, int at0, int at1, int at2, int at3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
+          &map),
+      "r"(at0), "r"(at1), "r"(at2), "r"(at3), "r"(shared_address(shared))
       : "memory");
 }
 
@@ -690,13 +721,26 @@ CUFUSE_DEVICE void load_matrix_transposed(u32 (&r)[kMatrices], const void* share
 
 #if __CUDA_ARCH__ >= 900
 
-// The way back: four 8x8 matrices from registers, addresses and fragments as `load_matrix` has
-// them.
-CUFUSE_DEVICE void store_matrix(void* shared, const u32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   shared_address(shared)),
-               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
+// The way back: addresses and registers as `load_matrix_transposed` has them.
+template <int kMatrices>
+CUFUSE_DEVICE void store_matrix_transposed(void* shared, const u32 (&r)[kMatrices]) {
+  static_assert(kMatrices == 1 || kMatrices == 2 || kMatrices == 4, "stmatrix has x1, x2 and x4");
+  if constexpr (kMatrices == 1) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(shared_address(shared)),
+        "r"(r[0])
+        : "memory");
+  } else if constexpr (kMatrices == 2) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
+                     shared_address(shared)),
+                 "r"(r[0]), "r"(r[1])
+                 : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     shared_address(shared)),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+  }
 }
 
 #endif  // sm_90

@@ -40,7 +40,8 @@ struct BulkCopy {
   std::vector<unsigned char> bytes;  // what a store read, if it was
   Combine combine;                   // none: what was there is overwritten
   TensorMap map;                     // magic 0: the copy is of plain bytes
-  int row, column;                   // of the matrix, where the copy begins
+  int at[4];                         // of the box's first element
+  unsigned line;                     // of the box, with which the copy begins
 };
 
 struct Thread {
@@ -199,20 +200,29 @@ void land(const ThreadCopy& copy) {
   --cta->async.in_flight;
 }
 
-// ---- boxes of a matrix
+// ---- boxes of an array
 
-unsigned box_row_bytes(const TensorMap& map) { return map.box_columns * map.item_bytes; }
+unsigned box_line_bytes(const TensorMap& map) { return map.box[0] * map.item_bytes; }
+unsigned box_lines(const TensorMap& map) { return map.box[1] * map.box[2] * map.box[3]; }
 
-// Bytes of a box's row that lie in the matrix, its columns from `column` on.
-unsigned inside_bytes(const TensorMap& map, int row, int column) {
-  if (row < 0 || static_cast<u64>(row) >= map.rows) return 0;
-  if (static_cast<u64>(column) >= map.columns) return 0;
-  return std::min<u64>(map.columns - column, map.box_columns) * map.item_bytes;
-}
+// A line of a box: where it begins in the array, and how many of its bytes lie there.
+struct Line {
+  unsigned char* data;
+  unsigned inside_bytes;
+};
 
-unsigned char* place_in_matrix(const TensorMap& map, int row, int column) {
-  return static_cast<unsigned char*>(map.data) + row * map.pitch_bytes +
-         static_cast<u64>(column) * map.item_bytes;
+Line line_of_box(const TensorMap& map, const int (&at)[4], unsigned line) {
+  unsigned char* data = static_cast<unsigned char*>(map.data);
+  for (int i = 1; i < 4; ++i) {
+    const long long index = at[i] + static_cast<long long>(line % map.box[i]);
+    line /= map.box[i];
+    if (index < 0 || static_cast<u64>(index) >= map.sizes[i]) return {nullptr, 0};
+    data += index * static_cast<long long>(map.pitch_bytes[i - 1]);
+  }
+  const u64 first = static_cast<u64>(at[0]);
+  if (first >= map.sizes[0]) return {nullptr, 0};
+  const u64 inside = std::min<u64>(map.sizes[0] - first, map.box[0]);
+  return {data + first * map.item_bytes, static_cast<unsigned>(inside * map.item_bytes)};
 }
 
 // Where a byte of the box lies: chunks of 16 bytes change places by the address, as in swizzle.cuh.
@@ -232,31 +242,25 @@ void read_box(BulkCopy& copy) {
     }
     return;
   }
-  const unsigned row_bytes = box_row_bytes(map);
-  for (unsigned i = 0; i < copy.size_bytes / row_bytes; ++i) {
-    const unsigned inside = inside_bytes(map, copy.row + i, copy.column);
-    if (inside) {
-      std::memcpy(copy.bytes.data() + i * row_bytes,
-                  place_in_matrix(map, copy.row + i, copy.column), inside);
-    }
+  const unsigned line_bytes = box_line_bytes(map);
+  for (unsigned i = 0; i < copy.size_bytes / line_bytes; ++i) {
+    const Line line = line_of_box(map, copy.at, copy.line + i);
+    std::copy_n(line.data, line.inside_bytes, copy.bytes.data() + i * line_bytes);
   }
 }
 
 void write_box(const BulkCopy& copy) {
   const TensorMap& map = copy.map;
-  const unsigned row_bytes = box_row_bytes(map);
   if (copy.barrier) {
     for (unsigned at = 0; at < copy.size_bytes; at += 16) {
       std::memcpy(swizzled_place(map, copy.to, at), copy.bytes.data() + at, 16);
     }
     return;
   }
-  for (unsigned i = 0; i < copy.size_bytes / row_bytes; ++i) {
-    const unsigned inside = inside_bytes(map, copy.row + i, copy.column);
-    if (inside) {
-      std::memcpy(place_in_matrix(map, copy.row + i, copy.column),
-                  copy.bytes.data() + i * row_bytes, inside);
-    }
+  const unsigned line_bytes = box_line_bytes(map);
+  for (unsigned i = 0; i < copy.size_bytes / line_bytes; ++i) {
+    const Line line = line_of_box(map, copy.at, copy.line + i);
+    std::copy_n(copy.bytes.data() + i * line_bytes, line.inside_bytes, line.data);
   }
 }
 
@@ -519,75 +523,79 @@ void tensor_check(const TensorMap& map, const char* name) {
 
 namespace {
 
-void check_box(const void* shared, const TensorMap& map, int column, const char* name) {
+void check_box(
+    const void* shared, const TensorMap& map, const int* at, unsigned rank, const char* name) {
   tensor_check(map, name);
-  const unsigned row_bytes = box_row_bytes(map);
+  if (rank != map.rank) {
+    fault(name, std::to_string(rank) + " coordinates for a map of " + std::to_string(map.rank) +
+                    " dimensions");
+  }
   const unsigned alignment = map.swizzle_bytes ? 8 * map.swizzle_bytes : 128;
   if ((number(shared) - number(cta->dynamic_shared)) % alignment) {
     fault(name, "the box at " + place(shared) + " does not start at a multiple of " +
                     std::to_string(alignment) + " bytes");
   }
-  if (column < 0) fault(name, "a box that starts left of the matrix is not modelled");
-  check_shared(shared, map.box_rows * row_bytes, name);
+  if (at[0] < 0) fault(name, "a box that starts left of the array is not modelled");
+  check_shared(shared, box_lines(map) * box_line_bytes(map), name);
 }
 
-// Queue a box in one to three pieces of whole rows.
+BulkCopy box_copy(const TensorMap& map, const int* at, unsigned rank) {
+  BulkCopy copy{};
+  copy.map = map;
+  std::copy_n(at, rank, copy.at);
+  return copy;
+}
+
+// Queue a box in one to three pieces of whole lines.
 void queue_box(BulkCopy copy) {
-  const unsigned row_bytes = box_row_bytes(copy.map);
+  const unsigned line_bytes = box_line_bytes(copy.map);
   copy.thread = cta->current->index;
-  unsigned left = copy.map.box_rows;
+  unsigned left = box_lines(copy.map);
   for (unsigned pieces = 1 + draw() % 3; left; --pieces) {
-    // Rows in eights: a piece starts where the swizzle does.
-    const unsigned rows = pieces > 1 && left > 8 ? 8 * (1 + draw() % ((left - 1) / 8)) : left;
-    copy.size_bytes = rows * row_bytes;
+    // Lines in eights: a piece starts where the swizzle does.
+    const unsigned lines = pieces > 1 && left > 8 ? 8 * (1 + draw() % ((left - 1) / 8)) : left;
+    copy.size_bytes = lines * line_bytes;
     copy.landing = chance(2) ? Landing::late : Landing::any_time;
     state().bulk.push_back(copy);
     ++cta->async.in_flight;
-    copy.row += rows;
+    copy.line += lines;
     (copy.barrier ? copy.to : const_cast<unsigned char*&>(copy.from)) += copy.size_bytes;
-    left -= rows;
+    left -= lines;
   }
 }
 
 }  // namespace
 
-void tensor_load(void* shared, const TensorMap& map, int row, int column, u64* barrier) {
+void tensor_load(void* shared, const TensorMap& map, const int* at, unsigned rank, u64* barrier) {
   called_from(__builtin_return_address(0));
-  check_box(shared, map, column, "copy_tensor");
+  check_box(shared, map, at, rank, "copy_tensor");
   unpack(barrier, "copy_tensor");
-  copy_begins(shared, map.box_rows * box_row_bytes(map), -1, CopyGroups::load, CopyKind::write);
-  for (unsigned i = 0; i < map.box_rows; ++i) {
-    if (const unsigned inside = inside_bytes(map, row + i, column)) {
-      accessed(place_in_matrix(map, row + i, column), inside, false);
-    }
+  copy_begins(shared, box_lines(map) * box_line_bytes(map), -1, CopyGroups::load, CopyKind::write);
+  BulkCopy copy = box_copy(map, at, rank);
+  for (unsigned i = 0; i < box_lines(map); ++i) {
+    const Line line = line_of_box(map, copy.at, i);
+    if (line.inside_bytes) accessed(line.data, line.inside_bytes, false);
   }
-  BulkCopy copy{};
   copy.to = static_cast<unsigned char*>(shared);
   copy.barrier = barrier;
-  copy.map = map;
-  copy.row = row;
-  copy.column = column;
   queue_box(copy);
   land_some_bulk(false);
 }
 
-void tensor_store(const TensorMap& map, int row, int column, const void* shared) {
+void tensor_store(const TensorMap& map, const int* at, unsigned rank, const void* shared) {
   called_from(__builtin_return_address(0));
-  check_box(shared, map, column, "store_tensor");
+  check_box(shared, map, at, rank, "store_tensor");
   const int group = current_thread().store_groups;
-  copy_begins(shared, map.box_rows * box_row_bytes(map), group, CopyGroups::store_reads,
+  copy_begins(shared, box_lines(map) * box_line_bytes(map), group, CopyGroups::store_reads,
               CopyKind::read);
-  for (unsigned i = 0; i < map.box_rows; ++i) {
-    if (const unsigned inside = inside_bytes(map, row + i, column)) {
-      copy_begins(place_in_matrix(map, row + i, column), inside, group, CopyGroups::store_writes,
-                  CopyKind::write);
+  BulkCopy copy = box_copy(map, at, rank);
+  for (unsigned i = 0; i < box_lines(map); ++i) {
+    const Line line = line_of_box(map, copy.at, i);
+    if (line.inside_bytes) {
+      copy_begins(line.data, line.inside_bytes, group, CopyGroups::store_writes, CopyKind::write);
     }
   }
-  BulkCopy copy{};
   copy.from = static_cast<const unsigned char*>(shared);
-  copy.map = map;
-  copy.row = row;
-  copy.column = column;
   copy.group = group;
   queue_box(copy);
   land_some_bulk(false);

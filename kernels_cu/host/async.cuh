@@ -74,22 +74,24 @@ void bulk_prefetch(const void* source, unsigned size_bytes);
 
 // ---- cp.async.bulk.tensor
 
-// What stands for the driver's map: a row-major matrix and a box of it (cufuse/tensor_map.py).
+// What stands for the driver's map: an array of up to four dimensions, the innermost first, and a
+// box of it (cufuse/tensor_map.py). Dimensions that there are not have size 1.
 struct alignas(64) TensorMap {
   void* data;
-  unsigned long long rows, columns;    // elements
-  unsigned long long pitch_bytes;      // from a row to the next
-  unsigned box_rows, box_columns;      // elements
+  unsigned long long sizes[4];         // elements
+  unsigned long long pitch_bytes[3];   // from one to the next in dimensions 1, 2 and 3
+  unsigned box[4];                     // elements
   unsigned item_bytes, swizzle_bytes;  // 0: no swizzle
-  unsigned long long magic, reserved[9];
+  unsigned long long magic, rank, reserved[3];
 };
 static_assert(sizeof(TensorMap) == 128, "the driver's map has 128 bytes");
 constexpr unsigned long long kTensorMagic = 0x70616d5f746e6574;
 
 void tensor_check(const TensorMap& map, const char* name);
+// `at`: the box's first element, a coordinate for each of `rank` dimensions.
 void tensor_load(
-    void* shared, const TensorMap& map, int row, int column, unsigned long long* barrier);
-void tensor_store(const TensorMap& map, int row, int column, const void* shared);
+    void* shared, const TensorMap& map, const int* at, unsigned rank, unsigned long long* barrier);
+void tensor_store(const TensorMap& map, const int* at, unsigned rank, const void* shared);
 
 // ---- bar.sync, bar.arrive: called by every thread of a whole warp
 
