@@ -46,7 +46,7 @@ class Row:
     x_cublas: float | None = None  # time of the bare product by cuBLAS through CuPy by our time
     max_rel_err: float | None = None  # against float64
     std: float | None = None  # of the samples, ms
-    samples: list[float] = field(default_factory=list)  # ms a step or prompt, one a repetition
+    samples: list[float] = field(default_factory=list)  # ms a step, prompt or call
     note: str | None = None
     gpu: str | None = None
     date: str | None = None

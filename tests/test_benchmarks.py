@@ -523,6 +523,36 @@ def test_pause_takes_its_time():
 
 
 @pytest.mark.gpu
+def test_gpu_rows_of_an_op_quote_one_time():
+    size = ("--size", "256x1024x1024", "--size", "8x1024x1024")
+    made = found(bench("linear", *size, "-e", "fused", "-r", "2", "-o", "jsonl"))
+    large, small = made
+    assert large["tflops"] == pytest.approx(2 * 256 * 1024**2 / large["ms_alone"] / 1e9)
+    assert small["gbps"] == pytest.approx(small["moved_bytes"] / small["ms_per_step_graph"] / 1e6)
+    for row in made:
+        quoted = row["ms_alone"] if row["tflops"] else row["ms_per_step_graph"]
+        assert np.median(row["samples"]) == pytest.approx(quoted)
+        assert 0 < row["x_cublas"] < 100 and 0 < row["max_rel_err"] < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("model", "engines"),
+    [("tiny", "unfused,fused,mega"), ("tiny-moe", "fused"), ("minilm", "fused")],
+)
+def test_gpu_rows_of_a_prompt(monkeypatch, model, engines):
+    monkeypatch.setattr(generate, "PREFILL_ROWS", 64)
+    arguments = ("-m", model, "-n", "0", "-p", "150", "-e", engines, "-r", "2", "-o", "jsonl")
+    made = found(bench("decode", *arguments))
+    assert [row["engine"] for row in made] == engines.split(",")
+    for row in made:
+        assert row["test"] == "pp150" and row["launches_per_token"] > 0
+        assert 0 < row["ms_per_step_graph"] < 2 * row["ms_per_step"]
+        assert np.median(row["samples"]) == pytest.approx(row["ms_per_step_graph"])
+        assert 0 < row["max_rel_err"] < 4e-2
+
+
+@pytest.mark.gpu
 def test_graph_nodes_see_every_launch():
     import cupy
     from graph_nodes import launched
