@@ -9,7 +9,7 @@ import numpy as np
 from cufuse import checks, device, jit, reference
 from cufuse.checks import Bound
 from cufuse.device import Array, Unsupported
-from cufuse.ops import _cache
+from cufuse.ops import _attention_sm90, _cache
 from cufuse.ops._stream import on_stream
 
 MAX_HEAD_DIM = 256
@@ -166,6 +166,8 @@ def attention(
 
 
 def _prefill(bound: Bound, args: dict[str, Any], stream: Any) -> None:
+    if _attention_sm90.attend(bound, args, stream, _size_bytes(bound, args)):
+        return
     head_dim, q_len = bound.sizes["head_dim"], bound.sizes["q_len"]
     vec = _cache.strided_width(head_dim, bound["q"], bound["k"], bound["v"], args["out"])
     padded = -(-head_dim // 16) * 16

@@ -1,7 +1,7 @@
-// Attention of many queries on sm_90a (Shah et al. 2024, FlashAttention-3): CTAs that stay walk over
-// tiles of 64 queries a warpgroup of one head. One thread copies queries, and keys and values into
-// two rings of blocks; the other warpgroups have logits, softmax and sums in registers, and the
-// products of a block with the queries are under way while the softmax of another is taken.
+// Attention of many queries on sm_90a (Shah et al. 2024, FlashAttention-3): CTAs that stay walk
+// over tiles of 64 queries a warpgroup of one head. One thread copies queries, and keys and values
+// into two rings of blocks; the other warpgroups have logits, softmax and sums in registers, and
+// the products of a block with the queries are under way while the softmax of another is taken.
 //
 // A tile's blocks go from its last visible key to its first one. What a block has below the first
 // key is masked; no key behind the last one is read.
@@ -139,8 +139,8 @@ struct QueryTiles {
   }
 
   // Tiles of a head end with its last query, and those that see most keys come first. CTAs take
-  // them to and fro, so that each has some of all lengths; neighbours in time share keys and values.
-  // `same` is what makes a number the same for all who take.
+  // them to and fro, so that each has some of all lengths; neighbours in time share keys and
+  // values. `same` is what makes a number the same for all who take.
   template <typename Args, typename F>
   CUFUSE_DEVICE bool take(const Args& args, QueryTile<Shape>& tile, F same) {
     const int heads = args.batch * args.n_heads;
@@ -155,8 +155,9 @@ struct QueryTiles {
     tile.query = args.q_len - (from_end + 1) * Shape::kQueries;
     const int start = same(args.start ? args.start[tile.batch] : args.default_start);
     const int length = same(args.lengths ? args.lengths[tile.batch] : 0);
-    tile.length = args.lengths ? length : args.causal ? static_cast<i64>(start) + args.q_len
-                                                      : static_cast<i64>(args.kv_len);
+    tile.length = args.lengths  ? length
+                  : args.causal ? static_cast<i64>(start) + args.q_len
+                                : static_cast<i64>(args.kv_len);
     tile.position = static_cast<i64>(start) + tile.query;
     const int first = max(-tile.query, 0);
     tile.keys.first = seen(args, tile, first).first;
@@ -214,8 +215,8 @@ CUFUSE_DEVICE void copy_for_attention(const Args& args) {
     for (int block = 0; block < tile.blocks; ++block) {
       if (block + 1 < tile.blocks) copy_keys(block + 1);
       mbarrier_wait(Memory::values_empty(value_cursor.stage), value_cursor.round ^ 1);
-      copy_block(Memory::values(value_cursor), args.v_map,
-                 Memory::values_full(value_cursor.stage), block);
+      copy_block(Memory::values(value_cursor), args.v_map, Memory::values_full(value_cursor.stage),
+                 block);
       value_cursor.template advance<1>();
     }
   }
@@ -422,10 +423,12 @@ CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
     Memory::release(Memory::values_empty(value_cursor.stage));
     value_cursor.template advance<1>();
   };
+  // Without products a warp's lanes do not meet by themselves before one of them releases.
   const auto skip = [&] {
     wait_for_keys();
-    release_keys();
     wait_for_values();
+    __syncwarp();
+    release_keys();
     release_values();
   };
 
@@ -503,7 +506,7 @@ CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
       finish_logits<kLogits>(state.logits, args);
       mask(block);
       const bool grown = take_softmax(state, factor, rescale);
-      pin(state.logits);  // here, while the sums are on their way, and not behind the wait
+      not_negative_by_now(state.total[0] + state.total[1]);  // the sums are on their way
       wgmma_wait<0>(state.sums);
       release_values();
       if (grown) {
@@ -519,13 +522,13 @@ CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
     wgmma_wait<0>(state.sums);
     release_values();
   } else if constexpr (Shape::kOwnResults) {
+    __syncwarp();
     Memory::release(Memory::queries_empty(warpgroup));
   }
 
 #pragma unroll 1
   for (int block = end; block < tile.blocks; ++block) skip();
-  turns.pass(warpgroup,
-             tile.blocks - 1 - min(begin, tile.blocks - 1) - max(end - begin - 1, 0));
+  turns.pass(warpgroup, tile.blocks - 1 - min(begin, tile.blocks - 1) - max(end - begin - 1, 0));
 }
 
 // By a warpgroup: divide by the totals, a sink's share included, and store. A query that sees no
@@ -570,9 +573,9 @@ CUFUSE_DEVICE void store_attention(AttentionState<Shape>& state,
   __syncwarp();
   constexpr int kPerRow = Shape::kHeadDim / 8;  // 16 bytes each
   const int query = tile.query + warpgroup * 64 + warp * 16;
-  T* out = args.out +
-           ((static_cast<i64>(tile.batch) * args.q_len + query) * args.n_heads + tile.head) *
-               Shape::kHeadDim;
+  T* out =
+      args.out + ((static_cast<i64>(tile.batch) * args.q_len + query) * args.n_heads + tile.head) *
+                     Shape::kHeadDim;
   const i64 stride = static_cast<i64>(args.n_heads) * Shape::kHeadDim;
 #pragma unroll
   for (int i = lane; i < 16 * kPerRow; i += 32) {

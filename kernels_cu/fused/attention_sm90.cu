@@ -4,7 +4,7 @@
 // cores and, where heads are small, by exp.
 // instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 0, Logits::scaled, Turns::free>
 // instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 2, Logits::scaled, Turns::fixed>
-// instantiate: attention_warpgroups<half, 64, 3, 128, 2, 0, Logits::any, Turns::free>
+// instantiate: attention_warpgroups<half, 64, 2, 128, 2, 0, Logits::any, Turns::free>
 // instantiate: attention_warpgroups<bfloat16, 64, 2, 128, 2, 0, Logits::scaled, Turns::fixed>
 // instantiate: attention_warpgroups<half, 96, 2, 128, 2, 0, Logits::any, Turns::fixed>
 // instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Logits::scaled, Turns::fixed>
