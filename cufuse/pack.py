@@ -57,6 +57,12 @@ class Packed:
         """Bytes of the array, padding included."""
         return self.array.nbytes
 
+    @property
+    def tiles(self) -> Array:
+        """The array as [panels, tiles along k, elements of a tile], a view."""
+        panels, tile = _panels(self.n, self.gated), 512 // self.dtype.itemsize
+        return self.array.reshape(panels, self.array.size // (panels * tile), tile)
+
     def rows(self, begin: int, end: int) -> Packed:
         """Return rows from begin to before end, a view; of a gate and its up those of each.
 

@@ -1,16 +1,16 @@
 """How a matrix product is cut: (op, target, shape, dtype) -> a frozen tile, as plain data.
 
 Two kinds: `RowsTile` for a few rows of x, where the time is that of reading the weights once
-(device/matvec.cuh), and `MatmulTile` for many (device/tile_matmul.cuh) or, on sm_90a,
-`WarpgroupTile` (device/warpgroup_tiles.cuh). Packed weights have a
+(device/matvec.cuh), and `MatmulTile` for many (device/tile_matmul.cuh). Packed weights have a
 `PackedRowsTile` (device/packed_rows.cuh) and `MatmulTile`s of their own (device/packed_tiles.cuh).
+On sm_90a both have a `WarpgroupTile` (device/warpgroup_tiles.cuh).
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,9 +20,8 @@ from cufuse.config import Config
 # Rows of x that one pass over the weights serves; more go to tiles.
 MAX_ROWS = 8
 
-# The ops that have a kernel of warpgroups, and the rows of x up to which warps are chosen.
-WARPGROUP_OPS = ("linear",)
-WARPGROUP_ROWS = 64
+# The ops that have a kernel of warpgroups.
+WARPGROUP_OPS = ("linear", "gated_linear")
 
 # The weight rows an op takes for each of its outputs.
 WEIGHT_ROWS = {"linear": 1, "matmul": 1, "gated_linear": 2, "qkv_rope_append": 1}
@@ -148,38 +147,21 @@ class PackedRowsTile:
 
 
 @dataclass(frozen=True)
-class PackedMatmulTile(MatmulTile):
-    """The same of packed weights, whose rows are multiplied by warps or by warpgroups (sm_90a)."""
-
-    cores: str = "warp"
-
-    @property
-    def template(self) -> tuple[Any, ...]:
-        """The kernel's template values, before the access width."""
-        return (*super().template, f"Cores::{self.cores}")
-
-    def shared_bytes(self, itemsize: int) -> int:
-        """Dynamic shared memory: warpgroups have their weights in registers."""
-        if self.cores == "warp":
-            return super().shared_bytes(itemsize)
-        return self.stages * self.block_m * self.block_k * itemsize
-
-
-@dataclass(frozen=True)
 class WarpgroupTile:
     """Teams of warpgroups multiply tiles that a CTA an SM walks over (sm_90a).
 
-    `group_m` tiles below each other lie side by side in that walk; `teams` take tiles in turn
-    (device/warpgroup_tiles.cuh).
+    A tile has `block_m` rows of x and `block_n` weight rows. `group_m` tiles below each other lie
+    side by side in that walk; `teams` take tiles in turn; `split` CTAs, a cluster, share the K of a
+    tile (device/warpgroup_tiles.cuh). What a sum's order depends on is `split`.
     """
 
     block_m: int
     block_n: int
-    warpgroups_m: int
-    warpgroups_n: int
+    warpgroups: int
     stages: int
     group_m: int
     teams: int
+    split: int
     block_ns: int  # what 64 values of K take
     finish_ns: int  # what a tile takes beside; with teams the last one of a CTA
 
@@ -189,42 +171,52 @@ class WarpgroupTile:
         return (
             self.block_m,
             self.block_n,
-            self.warpgroups_m,
-            self.warpgroups_n,
+            self.warpgroups,
             self.stages,
             self.group_m,
             self.teams,
+            self.split,
         )
+
+    @property
+    def box_rows(self) -> int:
+        """Rows of x of a box of results, as WarpgroupShape::kBoxRows has it."""
+        return min(self.block_m // min(self.split, self.block_m // 8), 64)
 
     def count(self, m: int, n_weight_rows: int) -> int:
         """Tiles of a product."""
         return -(-m // self.block_m) * -(-n_weight_rows // self.block_n)
 
+    def takes(self, k: int) -> bool:
+        """Tell whether every CTA of a cluster has a part of K."""
+        return -(-k // 64) >= self.split
+
     def launch_ns(self, target: Target, m: int, n_weight_rows: int, k: int) -> int:
         """What the CTA with the most tiles takes."""
-        tiles = -(-self.count(m, n_weight_rows) // target.sm_count)
+        tiles = -(-self.count(m, n_weight_rows) * self.split // target.sm_count)
         finishes = tiles if self.teams == 1 else 1
-        return tiles * -(-k // 64) * self.block_ns + finishes * self.finish_ns
+        blocks = -(-k // (64 * self.split))
+        return tiles * blocks * self.block_ns + finishes * self.finish_ns
 
     def launch_shape(
         self, target: Target, m: int, n_weight_rows: int, itemsize: int
     ) -> LaunchShape:
-        """A CTA an SM, or as many as there are tiles."""
-        ctas = min(self.count(m, n_weight_rows), target.sm_count)
-        threads = (self.warpgroups_m * self.warpgroups_n * self.teams + 1) * 128
+        """A CTA an SM, or as many as there are tiles; a cluster for each tile with a split."""
+        count = self.count(m, n_weight_rows)
+        ctas = min(count, target.sm_count) if self.split == 1 else count * self.split
+        threads = (self.warpgroups * self.teams + 1) * 128
         return LaunchShape((ctas,), threads, self.shared_bytes(itemsize))
 
     def shared_bytes(self, itemsize: int) -> int:
-        """Dynamic shared memory, as WarpgroupShape::kSharedBytes has it."""
-        boxes = self.warpgroups_m * self.warpgroups_n * self.teams * 2 * 64 * 128
-        bias = self.warpgroups_m * self.block_n * self.teams * 2
-        return self.stages * ((self.block_m + self.block_n) * 128 + 16) + boxes + bias
+        """Dynamic shared memory at most, as WarpgroupShape::kSharedBytes has it."""
+        boxes = self.warpgroups * self.teams * 2
+        stage = (self.block_m + self.block_n) * 128 + 16
+        return self.stages * stage + boxes * (max(self.box_rows * 128, 1024) + 8)
 
 
 Tile = RowsTile | MatmulTile | WarpgroupTile
-PackedTile = PackedRowsTile | PackedMatmulTile
+PackedTile = PackedRowsTile | MatmulTile | WarpgroupTile
 
-_Shape = TypeVar("_Shape", MatmulTile, PackedMatmulTile)
 _PANEL_ROWS = 16
 
 _TENSOR_CORES = (
@@ -241,38 +233,25 @@ _FFMA = (
 )
 # A warp's weight rows are whole panels; its rows of x are what it reads again and again.
 _PACKED_WARPS = (
-    PackedMatmulTile(128, 128, 64, 4, 2, 3, 1.0),
-    PackedMatmulTile(64, 128, 64, 2, 4, 3, 0.75),
-    PackedMatmulTile(64, 64, 64, 2, 2, 4, 0.55),
-    PackedMatmulTile(32, 64, 64, 1, 4, 6, 0.35),
-    PackedMatmulTile(16, 64, 64, 1, 4, 8, 0.23),
-    PackedMatmulTile(16, 32, 64, 1, 2, 8, 0.11),
+    MatmulTile(128, 128, 64, 4, 2, 3, 1.0),
+    MatmulTile(64, 128, 64, 2, 4, 3, 0.75),
+    MatmulTile(64, 64, 64, 2, 2, 4, 0.55),
+    MatmulTile(32, 64, 64, 1, 4, 6, 0.35),
+    MatmulTile(16, 64, 64, 1, 4, 8, 0.23),
+    MatmulTile(16, 32, 64, 1, 2, 8, 0.11),
 )
-# With wgmma. A row's bits are those of the tiles above, as a test on the GPU says. Only the largest
-# is chosen: where the others fit, those above were faster.
-_PACKED_WARPGROUPS = (
-    PackedMatmulTile(256, 128, 64, 1, 8, 6, 1.0, "warpgroup"),
-    PackedMatmulTile(128, 128, 64, 1, 8, 6, 0.75, "warpgroup"),
-    PackedMatmulTile(64, 128, 64, 1, 8, 6, 0.5, "warpgroup"),
-    PackedMatmulTile(64, 64, 64, 1, 4, 6, 0.45, "warpgroup"),
-    PackedMatmulTile(32, 64, 64, 1, 4, 8, 0.3, "warpgroup"),
-    PackedMatmulTile(16, 64, 64, 1, 4, 8, 0.2, "warpgroup"),
-)
-# With wgmma and tensor copies. Times are fitted to an H200, bfloat16 and gelu. Teams hide what
-# comes after a sum, but their smaller tiles read shared memory more often. For the shapes [m, n, k]
-# the best of these took, in us: [8192, 8192, 8192] 1388, [4096, 14336, 4096] 629, [4096, 8192,
-# 2048] 200 (teams), [1024, 4096, 4096] 48.4, [256, 4096, 4096] 17.9 (64 rows). None was faster of
-# 64 x 256 in teams, 192 x 128 by three warpgroups, 128 x 64, 64 x 128 in two or three teams.
+# With wgmma and tensor copies.
 _WARPGROUPS = (
-    WarpgroupTile(128, 256, 2, 1, 4, 8, 1, 620, 5000),
-    WarpgroupTile(256, 128, 2, 1, 4, 8, 1, 640, 4500),
-    WarpgroupTile(128, 128, 1, 1, 6, 16, 2, 372, 2000),
-    WarpgroupTile(128, 128, 2, 1, 6, 8, 1, 355, 1400),
-    WarpgroupTile(64, 128, 1, 1, 8, 8, 1, 220, 800),
+    WarpgroupTile(256, 128, 2, 4, 8, 1, 1, 620, 5000),
+    WarpgroupTile(128, 256, 2, 4, 8, 1, 1, 640, 4500),
+    WarpgroupTile(128, 128, 1, 6, 16, 2, 1, 372, 2000),
+    WarpgroupTile(128, 128, 2, 6, 8, 1, 1, 355, 1400),
+    WarpgroupTile(64, 128, 1, 8, 8, 1, 1, 220, 800),
+    WarpgroupTile(64, 128, 2, 8, 8, 1, 4, 220, 800),
 )
 _PACKED_FFMA = (
-    PackedMatmulTile(128, 128, 16, 4, 2, 2, 1.0),
-    PackedMatmulTile(64, 64, 16, 2, 2, 2, 0.6),
+    MatmulTile(128, 128, 16, 4, 2, 2, 1.0),
+    MatmulTile(64, 64, 16, 2, 2, 2, 0.6),
 )
 
 
@@ -295,12 +274,8 @@ def choose(op: str, target: Target, m: int, n: int, k: int, dtype: Any) -> Tile:
         tile = _rows_tile(op, target, m, n, k, itemsize)
         if tile is not None:
             return tile
-    # Rows that are no multiple of 16 bytes are out of the reach of tensor copies.
-    if op in WARPGROUP_OPS and itemsize == 2 and target.arch == "90a" and k % 8 == 0:
-        fitting = [tile for tile in _WARPGROUPS if tile.shared_bytes(2) <= target.shared_bytes]
-        if fitting and k and m > WARPGROUP_ROWS:
-            return min(fitting, key=lambda tile: tile.launch_ns(target, m, n, k))
-    return choose_warps(op, target, m, n, itemsize)
+    by_warpgroups = _warpgroup_tile(op, target, m, n * WEIGHT_ROWS[op], k, itemsize)
+    return by_warpgroups or choose_warps(op, target, m, n, itemsize)
 
 
 def choose_warps(op: str, target: Target, m: int, n: int, itemsize: int) -> MatmulTile:
@@ -310,30 +285,47 @@ def choose_warps(op: str, target: Target, m: int, n: int, itemsize: int) -> Matm
 
 
 @functools.cache
-def choose_packed(target: Target, m: int, n_weight_rows: int, k: int, dtype: Any) -> PackedTile:
-    """Choose the tile of x [m, k] times a packed weight [n_weight_rows, k], or two of half that.
-
-    Measured on an H200, bf16, 2026-11-30, Llama-3.2-1B's down [2048, 8192] in us: for 64 rows
-    mma.sync 32.6 and wgmma 71.5, for 512 rows 77.7 and 107.8; for 2048 rows wgmma's largest tile
-    158. The smaller tiles of wgmma are slower than those of mma.sync wherever they fit.
-    """
+def choose_packed(
+    op: str, target: Target, m: int, n_weight_rows: int, k: int, dtype: Any
+) -> PackedTile:
+    """Choose the tile of x [m, k] times a packed weight [n_weight_rows, k], or two of half that."""
     itemsize = np.dtype(dtype).itemsize
     if m <= MAX_ROWS:
         tile = _packed_rows_tile(target, m, k, itemsize)
         if tile is not None:
             return tile
-    shapes: tuple[PackedMatmulTile, ...] = _PACKED_FFMA if itemsize == 4 else _PACKED_WARPS
-    if itemsize < 4 and target.arch == "90a":
-        shapes = (*_PACKED_WARPS, _PACKED_WARPGROUPS[0])
+    by_warpgroups = _warpgroup_tile(op, target, m, n_weight_rows, k, itemsize)
+    return by_warpgroups or choose_packed_warps(target, m, n_weight_rows, itemsize)
+
+
+def choose_packed_warps(target: Target, m: int, n_weight_rows: int, itemsize: int) -> MatmulTile:
+    """Choose among the tiles of packed weights that take rows of x of any size at any address."""
+    shapes = _PACKED_FFMA if itemsize == 4 else _PACKED_WARPS
     return _cheapest(shapes, target, m, n_weight_rows, itemsize)
 
 
+def _warpgroup_tile(
+    op: str, target: Target, m: int, n_weight_rows: int, k: int, itemsize: int
+) -> WarpgroupTile | None:
+    # Rows that are no multiple of 16 bytes are out of the reach of tensor copies.
+    if op not in WARPGROUP_OPS or itemsize != 2 or target.arch != "90a" or k % 8 or not k:
+        return None
+    fitting = [
+        tile
+        for tile in _WARPGROUPS
+        if tile.takes(k) and tile.shared_bytes(itemsize) <= target.shared_bytes
+    ]
+    if not fitting:
+        return None
+    return min(fitting, key=lambda tile: tile.launch_ns(target, m, n_weight_rows, k))
+
+
 def _cheapest(
-    shapes: tuple[_Shape, ...], target: Target, m: int, n_weight_rows: int, itemsize: int
-) -> _Shape:
+    shapes: tuple[MatmulTile, ...], target: Target, m: int, n_weight_rows: int, itemsize: int
+) -> MatmulTile:
     fitting = [tile for tile in shapes if tile.shared_bytes(itemsize) <= target.shared_bytes]
 
-    def cost(tile: _Shape) -> tuple[float, int]:
+    def cost(tile: MatmulTile) -> tuple[float, int]:
         waves = -(-tile.count(m, n_weight_rows) // target.sm_count)
         area = tile.block_m * tile.block_n
         return waves * area / tile.rate, -area

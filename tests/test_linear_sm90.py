@@ -1,4 +1,4 @@
-"""linear by warpgroups of sm_90a: tails, teams, stores and the epilogue."""
+"""linear and gated_linear by warpgroups of sm_90a: tails, teams, splits, stores, epilogues."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from graph_nodes import launched
 from cufuse import device, jit, ops, reference, tensor_map, tiles
 from cufuse.device import bfloat16
 from cufuse.ops import _matmul
+from cufuse.pack import pack
 from cufuse.tiles import WarpgroupTile
 
 TILES = {
-    "single": WarpgroupTile(128, 128, 2, 1, 3, 2, 1, 1, 1),
-    "teams": WarpgroupTile(64, 64, 1, 1, 3, 2, 2, 1, 1),
-    "teams of slabs": WarpgroupTile(128, 64, 1, 1, 2, 2, 2, 1, 1),
-    "three teams": WarpgroupTile(64, 64, 1, 1, 2, 2, 3, 1, 1),
-    "columns": WarpgroupTile(64, 128, 1, 2, 2, 3, 1, 1, 1),
-    "one warpgroup": WarpgroupTile(64, 64, 1, 1, 2, 8, 1, 1, 1),
-    "slabs": WarpgroupTile(256, 64, 2, 1, 2, 1, 1, 1, 1),
-    "largest": WarpgroupTile(128, 256, 2, 1, 4, 8, 1, 1, 1),
+    "single": WarpgroupTile(128, 128, 2, 3, 2, 1, 1, 1, 1),
+    "teams": WarpgroupTile(64, 64, 1, 3, 2, 2, 1, 1, 1),
+    "teams of slabs": WarpgroupTile(64, 128, 1, 2, 2, 2, 1, 1, 1),
+    "three teams": WarpgroupTile(64, 64, 1, 2, 2, 3, 1, 1, 1),
+    "one warpgroup": WarpgroupTile(64, 64, 1, 2, 8, 1, 1, 1, 1),
+    "slabs": WarpgroupTile(64, 256, 2, 2, 1, 1, 1, 1, 1),
+    "largest": WarpgroupTile(256, 128, 2, 4, 8, 1, 1, 1, 1),
+    "few rows": WarpgroupTile(8, 64, 1, 4, 8, 1, 1, 1, 1),
+    "16 rows": WarpgroupTile(16, 128, 2, 4, 8, 1, 1, 1, 1),
+    "split": WarpgroupTile(64, 64, 1, 3, 8, 1, 4, 1, 1),
+    "split of two": WarpgroupTile(128, 128, 2, 4, 2, 1, 2, 1, 1),
+    "split of few rows": WarpgroupTile(8, 128, 2, 4, 2, 1, 4, 1, 1),
+    "split of 16 rows": WarpgroupTile(16, 128, 1, 4, 2, 1, 4, 1, 1),
 }
 
 
@@ -36,64 +42,118 @@ def by_warpgroups(monkeypatch):
         target = tiles.Target("90a", ctas, 227 * 1024)
         monkeypatch.setattr(tiles, "TWIN", target)
         monkeypatch.setattr(tiles, "_WARPGROUPS", (tile,))
-        monkeypatch.setattr(tiles, "WARPGROUP_ROWS", tiles.MAX_ROWS)
-        tiles.choose.cache_clear()
+        for choose in (tiles.choose, tiles.choose_packed):
+            choose.cache_clear()
         assert tiles.choose("linear", target, 9, 8, 256, np.dtype(bfloat16)) is tile
         return tile
 
     yield take
-    tiles.choose.cache_clear()
+    for choose in (tiles.choose, tiles.choose_packed):
+        choose.cache_clear()
 
 
 def inputs(rng, m, n, k, dtype):
     x = rng.standard_normal((m, k)).astype(dtype)
-    w = (rng.standard_normal((n, k)) / math.sqrt(k)).astype(dtype)
+    w, up = ((rng.standard_normal((n, k)) / math.sqrt(k)).astype(dtype) for _ in range(2))
     b, residual = rng.standard_normal(n).astype(dtype), rng.standard_normal((m, n)).astype(dtype)
-    return x, w, b, residual
+    return {"x": x, "w": w, "up": up, "b": b, "residual": residual}
 
 
 def double(*arrays):
     return [np.asarray(a, np.float64) for a in arrays]
 
 
-def check(rng, m, n, k, dtype, activation="gelu", plain=False):
-    x, w, b, residual = inputs(rng, m, n, k, dtype)
-    to = device.twin
+def check_linear(
+    rng, m, n, k, dtype, *, packed=False, activation="gelu", plain=False, to=device.twin
+):
+    """Compare with float64; on the GPU some rows of it."""
+    a = inputs(rng, m, n, k, dtype)
     out = poisoned((m, n), dtype, to)
+    there = {name: to(array) for name, array in a.items()}
+    w = pack(there["w"]) if packed else there["w"]
+    options = {} if plain else {"activation": activation, "residual": there["residual"]}
     with jit.record() as made:
-        if plain:
-            ops.linear(to(x), to(w), out=out)
-        else:
-            ops.linear(to(x), to(w), to(b), activation=activation, residual=to(residual), out=out)
+        ops.linear(there["x"], w, *(() if plain else (there["b"],)), **options, out=out)
     assert [launch.kernel for launch in made.launches] == ["linear_warpgroups"]
-    x, w, b, residual = double(x, w, b, residual)
-    if plain:
-        wanted = reference.linear(x, w)
-    else:
-        wanted = reference.linear(x, w, b, activation=activation, residual=residual)
-    assert_close(out, wanted, dtype)
+    rows = np.unique([0, m // 2, m - 1, *rng.integers(0, m, 30)])
+    x, w, b, residual = double(a["x"][rows], a["w"], a["b"], a["residual"][rows])
+    options = {} if plain else {"b": b, "activation": activation, "residual": residual}
+    got = to_numpy(out)
+    assert np.isfinite(got.astype(np.float32)).all()
+    assert_close(got[rows], reference.linear(x, w, **options), dtype)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("m, n, k", [(9, 1, 8), (33, 7, 72), (130, 136, 264), (300, 130, 136)])
+def check_gated(
+    rng, m, n, k, dtype, *, packed=False, activation="silu", limit=None, biases=True, to=device.twin
+):
+    a = inputs(rng, m, n, k, dtype)
+    out = poisoned((m, n), dtype, to)
+    there = {name: to(array) for name, array in a.items()}
+    w, up = there["w"], there["up"]
+    weights = (pack(w, up=up), None) if packed else (w, up)
+    b = (there["b"], to(a["b"][::-1].copy())) if biases else (None, None)
+    options = {"activation": activation, "limit": limit}
+    with jit.record() as made:
+        ops.gated_linear(there["x"], *weights, *b, **options, out=out)
+    assert [launch.kernel for launch in made.launches] == ["gated_warpgroups"]
+    rows = np.unique([0, m // 2, m - 1, *rng.integers(0, m, 30)])
+    x, w, up, b = double(a["x"][rows], a["w"], a["up"], a["b"])
+    b = (b, b[::-1]) if biases else (None, None)
+    got = to_numpy(out)
+    assert np.isfinite(got.astype(np.float32)).all()
+    assert_close(got[rows], reference.gated_linear(x, w, up, *b, **options), dtype)
+
+
+SHAPES = [(9, 1, 8), (33, 7, 72), (130, 136, 264), (300, 130, 136)]
+LAYOUT = pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+DTYPE = pytest.mark.parametrize("dtype", [np.float16, bfloat16], ids=["fp16", "bf16"])
+
+
+@DTYPE
+@LAYOUT
+@pytest.mark.parametrize("m, n, k", SHAPES)
 @pytest.mark.parametrize("tile", ["teams", "single"])
 @pytest.mark.cpu_kernels
-def test_warpgroups_match_float64(by_warpgroups, rng, tile, m, n, k, dtype):
+def test_warpgroups_match_float64(by_warpgroups, rng, tile, m, n, k, packed, dtype):
     by_warpgroups(tile)
-    check(rng, m, n, k, dtype)
+    check_linear(rng, m, n, k, dtype, packed=packed)
 
 
+@LAYOUT
+@pytest.mark.parametrize("m, n, k", SHAPES)
+@pytest.mark.parametrize("tile", ["teams of slabs", "single"])
+@pytest.mark.cpu_kernels
+def test_gates_match_float64(by_warpgroups, rng, tile, m, n, k, packed):
+    by_warpgroups(tile)
+    check_gated(rng, m, n, k, bfloat16, packed=packed)
+
+
+@LAYOUT
+@pytest.mark.parametrize("dtype, options", [
+    (np.float16, {"activation": "gelu_tanh", "biases": False}),
+    (bfloat16, {"limit": 0.7}),
+], ids=["gelu_tanh", "clamped"])  # fmt: skip
+@pytest.mark.cpu_kernels
+def test_gates_of_every_kind(by_warpgroups, rng, packed, dtype, options):
+    by_warpgroups("single")
+    check_gated(rng, 40, 72, 200, dtype, packed=packed, **options)
+
+
+@LAYOUT
 @pytest.mark.parametrize("tile", [name for name in TILES if name not in ("teams", "single")])
 @pytest.mark.cpu_kernels
-def test_tiles_of_every_kind_match_float64(by_warpgroups, rng, tile):
+def test_tiles_of_every_kind_match_float64(by_warpgroups, rng, tile, packed):
     by_warpgroups(tile, ctas=2)
-    check(rng, 150, 264, 328, bfloat16, "silu")
+    check_linear(rng, 150, 264, 328, bfloat16, packed=packed, activation="silu")
+    check_gated(rng, 70, 72, 328, bfloat16, packed=packed)
 
 
+@LAYOUT
+@pytest.mark.parametrize("tile", ["single", "split"])
 @pytest.mark.cpu_kernels
-def test_a_product_alone(by_warpgroups, rng):
-    by_warpgroups("single")
-    check(rng, 33, 72, 200, np.float16, plain=True)
+def test_a_product_alone(by_warpgroups, rng, tile, packed):
+    by_warpgroups(tile)
+    check_linear(rng, 33, 72, 328, np.float16, plain=True, packed=packed)
 
 
 @pytest.mark.cpu_kernels
@@ -121,39 +181,56 @@ def test_gelu_of_any_sum(by_warpgroups, dtype):
 @pytest.mark.cpu_kernels
 def test_residual_may_be_the_output(by_warpgroups, rng):
     by_warpgroups("single")
-    x, w, _, residual = inputs(rng, 70, 136, 136, bfloat16)
-    out = device.twin(residual.copy())
-    ops.linear(device.twin(x), device.twin(w), residual=out, out=out)
-    wanted = reference.linear(*double(x, w), residual=double(residual)[0])
+    a = inputs(rng, 70, 136, 136, bfloat16)
+    out = device.twin(a["residual"].copy())
+    ops.linear(device.twin(a["x"]), device.twin(a["w"]), residual=out, out=out)
+    x, w, residual = double(a["x"], a["w"], a["residual"])
+    wanted = reference.linear(x, w, residual=residual)
     assert_close(out, wanted, bfloat16)
 
 
 @pytest.mark.cpu_kernels
-def test_results_without_words_go_through_threads(by_warpgroups, rng):
+def test_rows_of_odd_bytes_go_through_threads(by_warpgroups, rng):
     by_warpgroups("teams")
-    check(rng, 33, 37, 328, np.float16)
+    check_linear(rng, 33, 37, 328, np.float16)
+    check_gated(rng, 33, 37, 328, np.float16, packed=True)
 
 
-@pytest.mark.parametrize("tile", ["single", "teams", "three teams"])
+@LAYOUT
+@pytest.mark.parametrize("tile", ["single", "teams", "three teams", "split"])
 @pytest.mark.cpu_kernels
-def test_no_order_of_copies_changes_a_bit(by_warpgroups, rng, tile):
+def test_no_order_of_copies_changes_a_bit(by_warpgroups, rng, tile, packed):
     by_warpgroups(tile, ctas=4)
-    x, w, b, _ = map(device.twin, inputs(rng, 140, 72, 328, bfloat16))
+    a = {name: device.twin(v) for name, v in inputs(rng, 140, 72, 328, bfloat16).items()}
+    w = pack(a["w"]) if packed else a["w"]
     results = set()
     for seed in range(4):
         with jit.twin_seed(seed):
-            results.add(ops.linear(x, w, b, activation="gelu").tobytes())
+            y = ops.linear(a["x"], w, a["b"], activation="gelu", residual=a["residual"])
+            results.add(y.tobytes())
     assert len(results) == 1
 
 
 @pytest.mark.cpu_kernels
 def test_rows_that_copies_cannot_reach_go_to_warps(by_warpgroups, rng):
     by_warpgroups("single")
-    x, w, _, _ = inputs(rng, 20, 24, 68, bfloat16)
+    a = inputs(rng, 20, 24, 68, bfloat16)
+    x, w = device.twin(a["x"]), device.twin(a["w"])
     with jit.record() as made:
-        got = ops.linear(device.twin(x), device.twin(w))
-    assert [launch.kernel for launch in made.launches] == ["linear_tiles"]
-    assert_close(got, reference.linear(*double(x, w)), bfloat16)
+        got = ops.linear(x, w), ops.linear(x, pack(w))
+    kernels = [launch.kernel for launch in made.launches]
+    assert kernels == ["linear_tiles", "pack", "packed_linear_tiles"]
+    for y in got:
+        assert_close(y, reference.linear(*double(a["x"], a["w"])), bfloat16)
+
+
+@pytest.mark.cpu_kernels
+def test_packed_and_row_major_weights_give_the_same_bits(by_warpgroups, rng):
+    by_warpgroups("split of two")
+    a = {name: device.twin(v) for name, v in inputs(rng, 70, 136, 328, bfloat16).items()}
+    assert (ops.linear(a["x"], a["w"]) == ops.linear(a["x"], pack(a["w"]))).all()
+    gated = ops.gated_linear(a["x"], a["w"], a["up"])
+    assert (gated == ops.gated_linear(a["x"], pack(a["w"], up=a["up"]))).all()
 
 
 def test_a_map_says_what_it_wants():
@@ -165,7 +242,7 @@ def test_a_map_says_what_it_wants():
 
 def test_shared_bytes_are_those_of_the_kernel():
     tile = TILES["largest"]
-    assert tile.shared_bytes(2) == 4 * 384 * 128 + 4 * 8192 + 64 + 2 * 512
+    assert tile.shared_bytes(2) == 4 * (384 * 128 + 16) + 4 * (8192 + 8)
     assert dataclasses.replace(tile, stages=3).shared_bytes(2) < tile.shared_bytes(2)
 
 
@@ -196,63 +273,70 @@ def on_gpu(monkeypatch):
     def take(tile=None):
         if tile is not None:
             monkeypatch.setattr(tiles, "_WARPGROUPS", (tile,))
-        monkeypatch.setattr(tiles, "WARPGROUP_ROWS", 0)
         monkeypatch.setattr(tiles, "MAX_ROWS", 0)
-        tiles.choose.cache_clear()
+        for choose in (tiles.choose, tiles.choose_packed):
+            choose.cache_clear()
 
     yield take
-    tiles.choose.cache_clear()
-
-
-def check_on_gpu(rng, m, n, k, dtype, activation):
-    import cupy
-
-    x, w, b, residual = inputs(rng, m, n, k, dtype)
-    out = poisoned((m, n), dtype, cupy.asarray)
-    there = [cupy.asarray(a) for a in (x, w, b, residual)]
-    with jit.record() as made:
-        ops.linear(*there[:3], activation=activation, residual=there[3], out=out)
-    assert [launch.kernel for launch in made.launches] == ["linear_warpgroups"]
-    got = to_numpy(out)
-    assert np.isfinite(got.astype(np.float32)).all()
-    rows = np.unique([0, m // 2, m - 1, *rng.integers(0, m, 30)])
-    x, w, b, residual = double(x[rows], w, b, residual[rows])
-    wanted = reference.linear(x, w, b, activation=activation, residual=residual)
-    assert_close(got[rows], wanted, dtype)
+    for choose in (tiles.choose, tiles.choose_packed):
+        choose.cache_clear()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [np.float16, bfloat16], ids=["fp16", "bf16"])
+@DTYPE
+@LAYOUT
 @pytest.mark.parametrize("m, n, k", GPU_SHAPES)
 @pytest.mark.parametrize(
     "tile", tiles._WARPGROUPS, ids=lambda tile: "-".join(map(str, tile.template))
 )
-def test_every_tile_on_the_gpu(on_gpu, rng, tile, m, n, k, dtype):
+def test_every_tile_on_the_gpu(on_gpu, rng, tile, m, n, k, packed, dtype):
+    import cupy
+
+    if not tile.takes(k):
+        k = 64 * tile.split
     on_gpu(tile)
-    check_on_gpu(rng, m, n, k, dtype, "gelu")
+    check_linear(rng, m, n, k, dtype, packed=packed, to=cupy.asarray)
+    check_gated(rng, m, n, k, dtype, packed=packed, to=cupy.asarray)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [np.float16, bfloat16], ids=["fp16", "bf16"])
+@DTYPE
 @pytest.mark.parametrize("activation", _matmul.ACTIVATIONS)
 def test_every_activation_on_the_gpu(on_gpu, rng, activation, dtype):
-    on_gpu()
-    for m, n, k in ((130, 3420, 1032), (513, 131, 328)):
-        check_on_gpu(rng, m, n, k, dtype, activation)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("m, n, k", [(256, 4096, 4096), (3420, 3424, 1032), (2048, 4096, 2048)])
-def test_a_captured_product_has_the_same_bits(on_gpu, rng, m, n, k):
     import cupy
 
     on_gpu()
-    x, w, b, _ = map(cupy.asarray, inputs(rng, m, n, k, bfloat16))
+    for m, n, k in ((130, 3420, 1032), (513, 131, 328)):
+        check_linear(rng, m, n, k, dtype, activation=activation, to=cupy.asarray)
+        check_gated(rng, m, n, k, dtype, activation=activation, packed=True, to=cupy.asarray)
+
+
+@pytest.mark.gpu
+def test_clamped_gates_on_the_gpu(on_gpu, rng):
+    import cupy
+
+    on_gpu()
+    check_gated(rng, 130, 264, 520, bfloat16, limit=0.7, packed=True, to=cupy.asarray)
+
+
+@pytest.mark.gpu
+@LAYOUT
+@pytest.mark.parametrize(
+    "m, n, k", [(16, 4096, 4096), (256, 4096, 4096), (3420, 3424, 1032), (2048, 4096, 2048)]
+)
+def test_a_captured_product_has_the_same_bits(on_gpu, rng, m, n, k, packed):
+    import cupy
+
+    on_gpu()
+    a = {name: cupy.asarray(v) for name, v in inputs(rng, m, n, k, bfloat16).items()}
+    w = pack(a["w"]) if packed else a["w"]
     out = poisoned((m, n), bfloat16, cupy.asarray)
     stream = cupy.cuda.Stream(non_blocking=True)
 
     def work():
-        ops.linear(x, w, b, activation="gelu", out=out, stream=stream)
+        ops.linear(
+            a["x"], w, a["b"], activation="gelu", residual=a["residual"], out=out, stream=stream
+        )
 
     cupy.cuda.runtime.deviceSynchronize()
     results = set()

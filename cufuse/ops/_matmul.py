@@ -75,36 +75,38 @@ def multiply(
     y: Array,
     kernels: str,
     template: tuple[str, ...],
-    weights: tuple[Array, ...],
+    weights: dict[str, Array],
     args: dict[str, Any],
     norm: Norm | None,
     stream: Any,
 ) -> None:
     """Launch `{kernels}_rows` or, for many rows, a norm and `{kernels}_tiles` of the op's file.
 
-    `template` is what both take between dtype and tile, `args` both structs' fields but for x.
+    `template` is what both take between dtype and tile, `args` both structs' fields but for x and
+    the weights. On sm_90a it may be `{kernels}_warpgroups` of the op's file for that.
     """
     m, n, k = bound.rows, bound.sizes["n"], bound.sizes["k"]
     target, itemsize = tiles.target_of(y), bound.dtype.itemsize
     tile = tiles.choose(bound.op, target, m, n, k, bound.dtype)
+    if isinstance(tile, tiles.WarpgroupTile):
+        x = normed(bound, norm, stream)
+        if tensor_map.fits(x) and all(map(tensor_map.fits, weights.values())):
+            args = {**args, **weights, "x": x}
+            _multiply_by_warpgroups(bound, y, kernels, template, tile, args, stream)
+            return
+        tile = tiles.choose_warps(bound.op, target, m, n, itemsize)
     shape = tile.launch_shape(target, m, tiles.WEIGHT_ROWS[bound.op] * n, itemsize)
-    args = {**args, "y": y, "rows": m, "n": n, "k": k}
+    args = {**args, **weights, "y": y, "rows": m, "n": n, "k": k}
     if isinstance(tile, tiles.RowsTile):
         name = f"{kernels}_rows"
         template = (*template, rounding(norm))
         args["x"], args["norm_weight"] = bound["x"], bound["norm"]
         args["eps"] = 0.0 if norm is None else norm.eps
-        vec = width(k, bound["x"], *weights, bound["norm"])
+        vec = width(k, bound["x"], *weights.values(), bound["norm"])
     else:
-        args["x"] = normed(bound, norm, stream)
-        if isinstance(tile, tiles.WarpgroupTile):
-            if tensor_map.fits(args["x"]) and all(map(tensor_map.fits, weights)):
-                _multiply_by_warpgroups(bound, kernels, template, tile, shape, args, stream)
-                return
-            tile = tiles.choose_warps(bound.op, target, m, n, itemsize)
-            shape = tile.launch_shape(target, m, tiles.WEIGHT_ROWS[bound.op] * n, itemsize)
         name = f"{kernels}_tiles"
-        vec = width(k, args["x"], *weights)
+        args["x"] = normed(bound, norm, stream)
+        vec = width(k, args["x"], *weights.values())
     kernel = jit.kernel(f"fused/{bound.op}.cu", name, bound.dtype, *template, *tile.template, vec)
     kernel.launch(
         shape.grid, shape.threads, args, like=y, shared_bytes=shape.shared_bytes, stream=stream
@@ -113,38 +115,59 @@ def multiply(
 
 def _multiply_by_warpgroups(
     bound: Bound,
+    y: Array,
     kernels: str,
-    template: tuple[str, ...],
+    template: tuple[Any, ...],
     tile: tiles.WarpgroupTile,
-    shape: tiles.LaunchShape,
     args: dict[str, Any],
     stream: Any,
+    packed: Packed | None = None,
 ) -> None:
     """Launch `{kernels}_warpgroups`; x and w are within the reach of tensor copies."""
-    y = args["y"]
-    # The results of two columns are one word of bias and residual.
-    words = [array for array in (args["b"], args["residual"]) if array is not None]
-    by_tensor = tensor_map.fits(y) and all(device.address(array) % 4 == 0 for array in words)
+    m, n, k = bound.rows, bound.sizes["n"], bound.sizes["k"]
+    gated, itemsize = bound.op == "gated_linear", bound.dtype.itemsize
+    residual = args.get("residual")
+    by_tensor = tensor_map.fits(y) and (residual is None or tensor_map.fits(residual))
+    boxes = tile.box_rows, 32 if gated else 64
     maps = {
         "x_map": tensor_map.rows(args["x"], tile.block_m),
-        "w_map": tensor_map.rows(args["w"], tile.block_n),
-        "y_map": tensor_map.rows(y, 64) if by_tensor else tensor_map.NONE,
+        "y_map": tensor_map.rows(y, *boxes) if by_tensor else tensor_map.NONE,
     }
-    stores = f"Stores::{'tensor' if by_tensor else 'threads'}"
+    if packed is not None:
+        maps["w_map"] = tensor_map.boxes(packed.tiles, (tile.block_n // 16, 4, 256), swizzle=0)
+    elif gated:
+        maps["w_map"] = tensor_map.rows(args["w_gate"], tile.block_n // 2)
+        maps["up_map"] = tensor_map.rows(args["w_up"], tile.block_n // 2)
+    else:
+        maps["w_map"] = tensor_map.rows(args["w"], tile.block_n)
+    layout = f"Layout::{'rows' if packed is None else 'packed'}"
+    if gated:
+        maps.setdefault("up_map", tensor_map.NONE)
+    else:
+        template = (*template, residual is not None)
+        maps["residual_map"] = (
+            tensor_map.rows(residual, *boxes)
+            if by_tensor and residual is not None
+            else tensor_map.NONE
+        )
     kernel = jit.kernel(
         f"fused/{bound.op}_sm90.cu",
         f"{kernels}_warpgroups",
         bound.dtype,
+        layout,
         *template,
-        stores,
+        f"Stores::{'tensor' if by_tensor else 'threads'}",
         *tile.template,
     )
+    n_weight_rows = n * tiles.WEIGHT_ROWS[bound.op]
+    shape = tile.launch_shape(tiles.target_of(y), m, n_weight_rows, itemsize)
     kernel.launch(
         shape.grid,
         shape.threads,
-        {**maps, **args},
+        {**maps, **args, "y": y, "rows": m, "n": n, "k": k},
         like=y,
         shared_bytes=shape.shared_bytes,
+        cluster=tile.split,
         stream=stream,
     )
 
@@ -162,17 +185,26 @@ def multiply_packed(
     *,
     takes_norm: bool = True,
 ) -> None:
-    """Launch `{kernels}_rows` or, for many rows, a norm and `{kernels}_tiles`, of packed weights.
+    """Launch `packed_{kernels}_rows` or, for many rows, a norm and `packed_{kernels}_tiles`.
 
     As `multiply`; kernels that take no norm have neither its rounding nor its fields.
     """
     m, (n, k) = bound.rows, w.shape
     target, n_weight_rows = tiles.target_of(y), n * (2 if w.gated else 1)
-    tile = tiles.choose_packed(target, m, n_weight_rows, k, bound.dtype)
-    shape = tile.launch_shape(target, m, n_weight_rows, bound.dtype.itemsize)
+    itemsize = bound.dtype.itemsize
+    tile = tiles.choose_packed(bound.op, target, m, n_weight_rows, k, bound.dtype)
+    if isinstance(tile, tiles.WarpgroupTile):
+        x = normed(bound, norm, stream)
+        if tensor_map.fits(x):
+            names = ("w_gate", "w_up") if w.gated else ("w",)
+            args = {**args, **dict.fromkeys(names), names[0]: w.array, "x": x}
+            _multiply_by_warpgroups(bound, y, kernels, template, tile, args, stream, w)
+            return
+        tile = tiles.choose_packed_warps(target, m, n_weight_rows, itemsize)
+    shape = tile.launch_shape(target, m, n_weight_rows, itemsize)
     args = {**args, "w": w.array, "y": y, "rows": m, "n": n, "k": k}
     if isinstance(tile, tiles.PackedRowsTile):
-        name = f"{kernels}_rows"
+        name = f"packed_{kernels}_rows"
         args["x"] = bound["x"]
         if takes_norm:
             template = (*template, rounding(norm))
@@ -180,7 +212,7 @@ def multiply_packed(
             args["eps"] = 0.0 if norm is None else norm.eps
         vec = width(k, args["x"], bound["norm"])
     else:
-        name = f"{kernels}_tiles"
+        name = f"packed_{kernels}_tiles"
         args["x"] = normed(bound, norm, stream)
         vec = width(k, args["x"])
     kernel = jit.kernel(file, name, bound.dtype, *template, *tile.template, vec)

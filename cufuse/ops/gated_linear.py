@@ -87,10 +87,9 @@ def gated_linear(
     if is_packed:
         file = "fused/packed_gated_linear.cu"
         _matmul.multiply_packed(
-            bound, y, file, "packed_gated", template, w_gate, args, norm, stream
+            bound, y, file, "gated", template, w_gate, args, norm, stream
         )
         return y
-    args |= {"w_gate": bound["w_gate"], "w_up": bound["w_up"]}
-    weights = bound["w_gate"], bound["w_up"]
+    weights = {"w_gate": bound["w_gate"], "w_up": bound["w_up"]}
     _matmul.multiply(bound, y, "gated", template, weights, args, norm, stream)
     return y

@@ -68,8 +68,8 @@ def linear(
     template = (f"Act::{activation}",)
     if isinstance(w, Packed):
         file = "fused/packed_linear.cu"
-        _matmul.multiply_packed(bound, y, file, "packed_linear", template, w, args, norm, stream)
+        _matmul.multiply_packed(bound, y, file, "linear", template, w, args, norm, stream)
         return y
-    args["w"] = bound["w"]
-    _matmul.multiply(bound, y, "linear", template, (bound["w"],), args, norm, stream)
+    weights = {"w": bound["w"]}
+    _matmul.multiply(bound, y, "linear", template, weights, args, norm, stream)
     return y

@@ -75,7 +75,7 @@ def _by_packed(
             bound,
             made[0],
             "unfused/packed_matmul.cu",
-            "packed_matmul",
+            "matmul",
             (w.gated,),
             w,
             {"up": made[1] if w.gated else None},

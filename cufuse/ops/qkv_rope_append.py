@@ -133,7 +133,7 @@ def _rows_tile(
     if not isinstance(w, Packed):
         tile = tiles.choose(_OP, target, rows, n, dim, bound.dtype)
         return tile if isinstance(tile, tiles.RowsTile) and head_dim % 2 == 0 else None
-    tile = tiles.choose_packed(target, rows, n, dim, bound.dtype)
+    tile = tiles.choose_packed(_OP, target, rows, n, dim, bound.dtype)
     in_panels = head_dim % 32 == 0 and (interleaved or bound.sizes.get("n_pairs", 0) % 16 == 0)
     return tile if isinstance(tile, tiles.PackedRowsTile) and in_panels else None
 

@@ -88,5 +88,11 @@ CUFUSE_DEVICE float gated(float gate, float up, float limit, float alpha) {
     return activate<kAct>(gate) * up;
   }
 }
+// The same for results that are rounded to T.
+template <Gate kGate, Act kAct, typename T>
+CUFUSE_DEVICE float gated_for_16_bits(float gate, float up, float limit, float alpha) {
+  if constexpr (kGate == Gate::clamped) return gated<kGate, kAct>(gate, up, limit, alpha);
+  return activate_for_16_bits<kAct, T>(gate) * up;
+}
 
 }  // namespace cufuse

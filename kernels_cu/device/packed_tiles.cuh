@@ -2,7 +2,6 @@
 // kBlockN weight rows, whole panels, by kBlockM rows of x, a block of K at a time. The weights are
 // mma's left operand: a block of a panel is one contiguous piece of memory, and a lane has its
 // fragment with one access of 16 bytes. x comes through ldmatrix. float32 goes through FFMA.
-// On sm_90a a warpgroup takes four panels, straight from memory to registers, and wgmma reads x.
 //
 // Every sum runs over K in ascending steps into one accumulator, as in device/tile_matmul.cuh.
 #pragma once
@@ -11,16 +10,6 @@
 #include "device/tile_matmul.cuh"
 
 namespace cufuse {
-
-// Who multiplies 16-bit values: warps (mma.sync), or warpgroups (wgmma, sm_90a alone).
-enum class Cores { warp, warpgroup };
-
-// CTAs that an SM shall hold at once. A warpgroup's sums of many rows need the registers.
-template <typename T, Cores kCores, int kBlockM, int kWarps>
-constexpr int kPackedResident = kCores == Cores::warp ? kTileWarps<T> / kWarps
-                                : kBlockM > 64        ? 8 / kWarps
-                                : kBlockM == 64       ? 12 / kWarps
-                                                      : 16 / kWarps;
 
 // A packed weight, and the panels of it that a CTA takes.
 template <typename T>
@@ -193,109 +182,6 @@ CUFUSE_DEVICE void multiply_packed(
   }
 }
 
-// The same by warpgroups. Weights wait in kSets blocks of registers, of which one is multiplied; a
-// block that is asked for has been on its way to L2 since kPrefetch blocks earlier.
-template <typename Shape, typename T, typename SourceX>
-CUFUSE_DEVICE void multiply_by_warpgroups(
-    PackedSums<Shape, true>& sums, T* shared, int k, SourceX x, const PanelSource<T>& w) {
-  using P = Packing<T>;
-  constexpr int kBlockM = Shape::kBlockM, kBlockK = Shape::kBlockK, kStages = Shape::kStages;
-  constexpr int kBlockTiles = kBlockK / 16;
-  constexpr int kSets = kBlockM > 128 ? 3 : 4, kPrefetch = 8;
-  static_assert(kBlockK == 64, "a row of a stage is the 128 bytes of a swizzled line");
-  static_assert(Shape::kWarpsM == 1 && Shape::kWarpN == 16 && Shape::kWarpsN % 4 == 0,
-                "a warp has a panel, and all rows of x");
-  static_assert(kStages >= 4, "a product may be in flight while two blocks are on their way");
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int blocks = (k + kBlockK - 1) / kBlockK, tiles = P::tiles(k);
-  const uint4* panel = reinterpret_cast<const uint4*>(w.panel(warp));
-  float (&d)[kBlockM / 2] = reinterpret_cast<float (&)[kBlockM / 2]>(sums.c);
-
-  auto prefetch = [&](int block) {
-    const int tile = block * kBlockTiles;
-    if (lane != 0 || tile >= tiles) return;
-#if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
-    prefetch_bulk(panel + static_cast<i64>(tile) * 32,
-                  min(tiles - tile, kBlockTiles) * P::kTileBytes);
-#endif
-  };
-  auto load = [&](u32(&to)[kBlockTiles][4], int block) {
-#pragma unroll
-    for (int step = 0; step < kBlockTiles; ++step) {
-      const int tile = block * kBlockTiles + step;
-      uint4 bits = make_uint4(0, 0, 0, 0);
-      if (tile < tiles) bits = panel[static_cast<i64>(tile) * 32 + lane];
-      to[step][0] = bits.x;
-      to[step][1] = bits.y;
-      to[step][2] = bits.z;
-      to[step][3] = bits.w;
-    }
-  };
-  auto stage = [&](int block) { return shared + block % kStages * (kBlockM * kBlockK); };
-
-  // What `copy_tile` does; the places of this thread's rows are kept, counted from the first row.
-  constexpr int kGroups = kBlockK / 8, kStep = Shape::kThreads / kGroups;
-  constexpr int kCopies = kBlockM / kStep;
-  static_assert(kBlockM % kStep == 0, "threads copy equal shares of x");
-  const int group = threadIdx.x % kGroups, first_row = threadIdx.x / kGroups;
-  const T* first_x = x(0);
-  u32 rows[kCopies];
-#pragma unroll
-  for (int i = 0; i < kCopies; ++i) rows[i] = x(first_row + i * kStep) - first_x;
-  auto copy = [&](int block) {
-    T* to = stage(block);
-    const int at = block * kBlockK + group * 8;
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      T* place = to + swizzled<kBlockK>(first_row + i * kStep, group);
-      if constexpr (Shape::kVec == 8) {
-        copy_async(place, at < k ? first_x + rows[i] + at : first_x, at < k ? 16 : 0);
-      } else {
-        *reinterpret_cast<uint4*>(place) =
-            load_group<1>(first_x + rows[i] + block * kBlockK, group, k - block * kBlockK);
-      }
-    }
-  };
-
-  u32 a[kSets][kBlockTiles][4];
-#pragma unroll
-  for (int block = 0; block < kPrefetch; ++block) prefetch(block);
-#pragma unroll
-  for (int block = 0; block < kSets - 1; ++block) load(a[block], block);
-  // Every iteration commits a group, empty or not: the count of pending groups stays the same.
-#pragma unroll
-  for (int block = 0; block < kStages - 2; ++block) {
-    if (block < blocks) copy(block);
-    copy_async_commit();
-  }
-#pragma unroll 1
-  for (int first = 0; first < blocks; first += kSets) {
-#pragma unroll
-    for (int set = 0; set < kSets; ++set) {
-      const int block = first + set;
-      if (block >= blocks) break;
-      copy_async_wait<kStages - 3>();
-#if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
-      fence_proxy_async();
-#endif
-      __syncthreads();  // the block has landed, and all are done with the one before the last
-      const u64 b = wgmma_descriptor<128>(stage(block), 0, 1024);
-      wgmma_fence(a[set]);
-#pragma unroll
-      for (int step = 0; step < kBlockTiles; ++step) {
-        wgmma<T>(d, a[set][step], wgmma_advance(b, step * 32), block + step > 0);
-      }
-      wgmma_commit();
-      if (block + kStages - 2 < blocks) copy(block + kStages - 2);
-      copy_async_commit();
-      prefetch(block + kPrefetch);
-      wgmma_wait<1>();  // the block before this one: its weights and its stage are free
-      load(a[(set + kSets - 1) % kSets], block + kSets - 1);
-    }
-  }
-  wgmma_wait<0>(d);
-}
-
 // ---- float32: FFMA
 
 template <typename Shape>
@@ -375,7 +261,7 @@ CUFUSE_DEVICE void multiply_packed(
 }
 
 // The same for both: the tile of rows of x and of panels that this CTA takes, and its sums.
-template <typename Shape, bool kGated, Cores kCores, typename T>
+template <typename Shape, bool kGated, typename T>
 struct PackedTile {
   static constexpr int kColumns = Shape::kBlockN / (kGated ? 2 : 1);
   int first_row, first_column;
@@ -390,9 +276,7 @@ struct PackedTile {
                                    Packing<T>::panels(n, kGated), k};
     // Rows past the last repeat it and are not stored.
     auto row = [&](int r) { return x + static_cast<i64>(min(first_row + r, rows - 1)) * k; };
-    if constexpr (kCores == Cores::warpgroup) {
-      if constexpr (kHasWgmma) multiply_by_warpgroups(sums, dynamic_shared<T>(), k, row, panels);
-    } else if constexpr (Shape::kTensorCores) {
+    if constexpr (Shape::kTensorCores) {
       multiply_packed(sums, dynamic_shared<T>(), k, row, panels);
     } else {
       multiply_packed<Shape, kGated>(sums, dynamic_shared<T>(), k, row, panels);

@@ -15,20 +15,6 @@ CUFUSE_DEVICE int chunk_count(int k) {
   return (k + kChunk<T> - 1) / kChunk<T>;
 }
 
-CUFUSE_DEVICE void unpack_pair(float& low, float& high, u32 word, bfloat16) {
-  low = __uint_as_float(word << 16);
-  high = __uint_as_float(word & 0xffff0000u);
-}
-
-CUFUSE_DEVICE void unpack_pair(float& low, float& high, u32 word, half) {
-  union {
-    u32 word;
-    Vec<half, 2> pair;
-  } u{word};
-  low = to_float(u.pair.v[0]);
-  high = to_float(u.pair.v[1]);
-}
-
 // The values of 16 bytes. Loads that are in flight have to be kept as words: single 16-bit values
 // would each take a register, and packing them waits for the load.
 template <typename T>

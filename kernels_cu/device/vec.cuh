@@ -25,4 +25,19 @@ CUFUSE_DEVICE void store_vec(T* p, const Vec<T, kCount>& v) {
   *reinterpret_cast<Vec<T, kCount>*>(p) = v;
 }
 
+// The two values of a word.
+CUFUSE_DEVICE void unpack_pair(float& low, float& high, u32 word, bfloat16) {
+  low = __uint_as_float(word << 16);
+  high = __uint_as_float(word & 0xffff0000u);
+}
+
+CUFUSE_DEVICE void unpack_pair(float& low, float& high, u32 word, half) {
+  union {
+    u32 word;
+    Vec<half, 2> pair;
+  } u{word};
+  low = to_float(u.pair.v[0]);
+  high = to_float(u.pair.v[1]);
+}
+
 }  // namespace cufuse

@@ -1,109 +1,74 @@
-// y = act(x w^T + b) + residual for many rows of 16-bit values, on sm_90a: CTAs that stay walk over
-// the tiles, copies and products run beside each other (device/warpgroup_tiles.cuh), and everything
-// between the sum and the store happens in float32. Bounded by the tensor cores.
-// instantiate: linear_warpgroups<bfloat16, Act::gelu, Stores::tensor, 128, 256, 2, 1, 4, 8, 1>
-// instantiate: linear_warpgroups<half, Act::none, Stores::tensor, 128, 128, 1, 1, 6, 16, 2>
-// instantiate: linear_warpgroups<bfloat16, Act::silu, Stores::threads, 128, 128, 2, 1, 6, 8, 1>
-// instantiate: linear_warpgroups<bfloat16, Act::gelu_tanh, Stores::tensor, 256, 128, 2, 1, 4, 8, 1>
-// instantiate: linear_warpgroups<half, Act::quick_gelu, Stores::tensor, 64, 128, 1, 1, 8, 8, 1>
-#include "device/tile_epilogue.cuh"
+// y = act(x w^T + b) + residual for more than a few rows of 16-bit values, on sm_90a
+// (device/warpgroup_tiles.cuh): copies and products run beside each other, and everything between
+// the sum and the store happens in float32. Bounded by the tensor cores, for up to some 100 rows by
+// reading w once.
+// instantiate: linear_warpgroups<bfloat16, Layout::rows, Act::gelu, false, Stores::tensor, 256, 128, 2, 4, 8, 1, 1>
+// instantiate: linear_warpgroups<half, Layout::rows, Act::none, true, Stores::tensor, 128, 128, 1, 6, 16, 2, 1>
+// instantiate: linear_warpgroups<bfloat16, Layout::packed, Act::silu, true, Stores::threads, 128, 128, 2, 6, 8, 1, 1>
+// instantiate: linear_warpgroups<bfloat16, Layout::packed, Act::none, true, Stores::tensor, 256, 128, 2, 4, 8, 1, 1>
+// instantiate: linear_warpgroups<half, Layout::packed, Act::gelu_tanh, false, Stores::tensor, 128, 256, 2, 4, 8, 1, 1>
+// instantiate: linear_warpgroups<bfloat16, Layout::rows, Act::quick_gelu, false, Stores::tensor, 64, 128, 2, 8, 8, 1, 4>
+// instantiate: linear_warpgroups<bfloat16, Layout::packed, Act::relu, true, Stores::tensor, 8, 64, 1, 12, 8, 1, 2>
+#include "device/epilogue.cuh"
 #include "device/warpgroup_tiles.cuh"
 
 namespace cufuse {
 
 template <typename T>
 struct LinearWarpgroupsArgs {
-  TensorMap x_map;    // x in boxes of kBlockM rows
-  TensorMap w_map;    // w in boxes of kBlockN rows
-  TensorMap y_map;    // y in boxes of 64 rows; none for Stores::threads
-  const T* x;         // [rows, k]
-  const T* w;         // [n, k]
-  const T* b;         // [n]; may be null
-  const T* residual;  // [rows, n]; may be null
-  T* y;               // [rows, n]; may be residual
+  TensorMap x_map;         // x in boxes of kBlockM rows
+  TensorMap w_map;         // w in boxes of kBlockN rows, or of so many in panels
+  TensorMap y_map;         // y in a warpgroup's boxes; none for Stores::threads
+  TensorMap residual_map;  // like y's; none without a residual
+  const T* x;              // [rows, k]
+  const T* w;              // [n, k]; may be packed
+  const T* b;              // [n]; may be null
+  const T* residual;       // [rows, n]; null without one
+  T* y;                    // [rows, n]; may be residual
   int rows;
   int n;
   int k;
 };
 
 template <typename T,
+          Layout kLayout,
           Act kAct,
+          bool kResidual,
           Stores kStores,
           int kBlockM,
           int kBlockN,
-          int kWarpgroupsM,
-          int kWarpgroupsN,
+          int kWarpgroups,
           int kStages,
           int kGroupM,
-          int kTeams>
-__global__ void __launch_bounds__((kWarpgroupsM * kWarpgroupsN * kTeams + 1) * 128, 1)
+          int kTeams,
+          int kSplit>
+__global__ void __launch_bounds__((kWarpgroups * kTeams + 1) * 128, 1)
     linear_warpgroups(const __grid_constant__ LinearWarpgroupsArgs<T> args) {
 #if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Shape =
-      WarpgroupShape<kBlockM, kBlockN, kWarpgroupsM, kWarpgroupsN, kStages, kGroupM, kTeams>;
-  using Ring = WarpgroupRing<Shape>;
-  const int thread = static_cast<int>(threadIdx.x);
-  const int warpgroup = uniform(thread / 128);
-  if (thread == 0) {
-    prefetch_map(args.x_map);
-    prefetch_map(args.w_map);
-    Ring::init();
-  }
-  __syncthreads();
-
-  WarpgroupTiles<Shape> tiles(args.rows, args.n, args.k);
-  if (warpgroup == Shape::kMultipliers) {
-    if constexpr (Shape::kMultipliers > 1) give_registers<Shape::kFew>();
-    if (thread == Shape::kMultipliers * 128) {
-      fill_warpgroup_ring<Shape>(tiles, args.x_map, args.w_map);
-    }
-  } else {
-    if constexpr (Shape::kMultipliers > 1) take_registers<Shape::kMany>();
-    WarpgroupSums<Shape> sums;
-    typename Ring::Cursor cursor;
-    WarpgroupPlace tile;
-    int box = 0;
-    const int team = warpgroup / Shape::kTeam;
-    int turn = 0;
-    bool first = true;  // tile of all
-    while (tiles.take(tile)) {
-      if constexpr (kTeams > 1) {
-        const bool mine = turn == team, waits = !first;
-        turn = turn + 1 == kTeams ? 0 : turn + 1;
-        first = false;
-        if (!mine) {
-          cursor.skip(tiles.blocks);
-          continue;
-        }
-        if (waits) wait_for_turn<Shape>(team);
-      }
-      u32 word = 0;
-      if constexpr (kStores == Stores::tensor) {
-        word = load_bias<Shape>(args.b, args.n, tile.column, warpgroup);
-      }
-      multiply_warpgroup_tile<Shape, T>(sums, cursor, warpgroup, tiles.blocks, [&] {
-        if constexpr (kTeams > 1) {
-          if (tiles.are_left()) end_turn<Shape>(team);
+  using Shape = WarpgroupShape<kLayout, false, kBlockM, kBlockN, kWarpgroups, kStages, kGroupM,
+                               kTeams, kSplit>;
+  const WarpgroupMaps maps{args.x_map, args.w_map, args.w_map, args.y_map, args.residual_map};
+  const WarpgroupOutput<T> out{args.y, args.residual, args.rows, args.n, args.k};
+  run_warpgroup_tiles<Shape, T, kResidual, kStores>(
+      maps, out,
+      [&](float (&bias)[2], int column) {
+        bias[0] = args.b && column < args.n ? to_float(args.b[column]) : 0.0f;
+        bias[1] = args.b && column + 8 < args.n ? to_float(args.b[column + 8]) : 0.0f;
+      },
+      [](u32* results, const u32* residuals, const float (&bias)[2], const float* c) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float first = activate_for_16_bits<kAct, T>(c[h * 2] + bias[h]);
+          float second = activate_for_16_bits<kAct, T>(c[h * 2 + 1] + bias[h]);
+          if constexpr (kResidual) {
+            float more[2];
+            unpack_pair(more[0], more[1], residuals[h], T{});
+            first += more[0];
+            second += more[1];
+          }
+          results[h] = pair_from_floats<T>(first, second);
         }
       });
-      if constexpr (kStores == Stores::tensor) {
-        store_warpgroup_tile<Shape, T>(
-            sums, args.y_map, tile.row, tile.column, warpgroup, share_bias<Shape>(word, warpgroup),
-            box, [&](u32(&results)[8][2], int row, int column, const u32* bias, const float* c) {
-              finish_columns<kAct>(results, args, row, column, bias, c);
-            });
-      } else {
-        visit_warpgroup_tile<Shape>(sums, tile.row, tile.column, warpgroup,
-                                    [&](int row, int column, float low, float high) {
-                                      const float values[2] = {low, high};
-                                      store_linear<kAct>(args, row, column, values);
-                                    });
-      }
-    }
-    if constexpr (kStores == Stores::tensor) {
-      if (thread % 128 == 0) store_bulk_wait<0>();
-    }
-  }
 #endif
 }
 

@@ -4,10 +4,9 @@
 // instantiate: packed_gated_rows<bfloat16, Gate::plain, Act::silu, Rounding::cast_first, 1, 8, 4, 8>
 // instantiate: packed_gated_rows<half, Gate::clamped, Act::none, Rounding::scale_first, 8, 8, 4, 1>
 // instantiate: packed_gated_rows<float, Gate::plain, Act::silu, Rounding::one_plus, 8, 8, 4, 4>
-// instantiate: packed_gated_tiles<bfloat16, Gate::plain, Act::silu, 128, 128, 64, 4, 2, 3, Cores::warp, 8>
-// instantiate: packed_gated_tiles<bfloat16, Gate::plain, Act::silu, 256, 128, 64, 1, 8, 6, Cores::warpgroup, 8>
-// instantiate: packed_gated_tiles<half, Gate::clamped, Act::none, 64, 64, 64, 2, 2, 4, Cores::warp, 1>
-// instantiate: packed_gated_tiles<float, Gate::plain, Act::gelu, 128, 128, 16, 4, 2, 2, Cores::warp, 4>
+// instantiate: packed_gated_tiles<bfloat16, Gate::plain, Act::silu, 128, 128, 64, 4, 2, 3, 8>
+// instantiate: packed_gated_tiles<half, Gate::clamped, Act::none, 64, 64, 64, 2, 2, 4, 1>
+// instantiate: packed_gated_tiles<float, Gate::plain, Act::gelu, 128, 128, 16, 4, 2, 2, 4>
 #include "device/packed_rows.cuh"
 #include "device/packed_tiles.cuh"
 #include "device/tile_epilogue.cuh"
@@ -90,13 +89,11 @@ template <typename T,
           int kWarpsM,
           int kWarpsN,
           int kStages,
-          Cores kCores,
           int kVec>
-__global__ void __launch_bounds__(kWarpsM * kWarpsN * 32,
-                                  kPackedResident<T, kCores, kBlockM, kWarpsM * kWarpsN>)
+__global__ void __launch_bounds__(kWarpsM * kWarpsN * 32, kTileWarps<T> / (kWarpsM * kWarpsN))
     packed_gated_tiles(const PackedGatedTilesArgs<T> args) {
   using Shape = TileShape<T, kBlockM, kBlockN, kBlockK, kWarpsM, kWarpsN, kStages, kVec>;
-  PackedTile<Shape, true, kCores, T> tile(args.x, args.w, args.rows, args.n, args.k);
+  PackedTile<Shape, true, T> tile(args.x, args.w, args.rows, args.n, args.k);
   tile.sums.visit_gated(
       [&](int r, int c, const float (&gates)[Shape::kWide], const float (&ups)[Shape::kWide]) {
         store_gated<kGate, kAct>(args, tile.first_row + r, tile.first_column + c, gates, ups);

@@ -5,15 +5,11 @@
 // instantiate: packed_linear_rows<bfloat16, Act::gelu, Rounding::scale_first, 8, 8, 4, 8>
 // instantiate: packed_linear_rows<half, Act::silu, Rounding::cast_first, 4, 8, 4, 1>
 // instantiate: packed_linear_rows<float, Act::gelu_tanh, Rounding::one_plus, 8, 8, 4, 4>
-// instantiate: packed_linear_tiles<bfloat16, Act::gelu, 128, 128, 64, 4, 2, 3, Cores::warp, 8>
-// instantiate: packed_linear_tiles<bfloat16, Act::none, 64, 128, 64, 2, 4, 3, Cores::warp, 8>
-// instantiate: packed_linear_tiles<half, Act::none, 16, 32, 64, 1, 2, 8, Cores::warp, 1>
-// instantiate: packed_linear_tiles<bfloat16, Act::none, 256, 128, 64, 1, 8, 6, Cores::warpgroup, 8>
-// instantiate: packed_linear_tiles<bfloat16, Act::gelu, 128, 128, 64, 1, 8, 6, Cores::warpgroup, 8>
-// instantiate: packed_linear_tiles<half, Act::none, 64, 64, 64, 1, 4, 6, Cores::warpgroup, 1>
-// instantiate: packed_linear_tiles<half, Act::none, 16, 64, 64, 1, 4, 8, Cores::warpgroup, 8>
-// instantiate: packed_linear_tiles<float, Act::silu, 128, 128, 16, 4, 2, 2, Cores::warp, 4>
-// instantiate: packed_linear_tiles<float, Act::none, 64, 64, 16, 2, 2, 2, Cores::warp, 1>
+// instantiate: packed_linear_tiles<bfloat16, Act::gelu, 128, 128, 64, 4, 2, 3, 8>
+// instantiate: packed_linear_tiles<bfloat16, Act::none, 64, 128, 64, 2, 4, 3, 8>
+// instantiate: packed_linear_tiles<half, Act::none, 16, 32, 64, 1, 2, 8, 1>
+// instantiate: packed_linear_tiles<float, Act::silu, 128, 128, 16, 4, 2, 2, 4>
+// instantiate: packed_linear_tiles<float, Act::none, 64, 64, 16, 2, 2, 2, 1>
 #include "device/packed_rows.cuh"
 #include "device/packed_tiles.cuh"
 #include "device/tile_epilogue.cuh"
@@ -82,13 +78,11 @@ template <typename T,
           int kWarpsM,
           int kWarpsN,
           int kStages,
-          Cores kCores,
           int kVec>
-__global__ void __launch_bounds__(kWarpsM * kWarpsN * 32,
-                                  kPackedResident<T, kCores, kBlockM, kWarpsM * kWarpsN>)
+__global__ void __launch_bounds__(kWarpsM * kWarpsN * 32, kTileWarps<T> / (kWarpsM * kWarpsN))
     packed_linear_tiles(const PackedLinearTilesArgs<T> args) {
   using Shape = TileShape<T, kBlockM, kBlockN, kBlockK, kWarpsM, kWarpsN, kStages, kVec>;
-  PackedTile<Shape, false, kCores, T> tile(args.x, args.w, args.rows, args.n, args.k);
+  PackedTile<Shape, false, T> tile(args.x, args.w, args.rows, args.n, args.k);
   tile.sums.visit([&](int r, int c, const float (&values)[Shape::kWide]) {
     store_linear<kAct>(args, tile.first_row + r, tile.first_column + c, values);
   });

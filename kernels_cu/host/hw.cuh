@@ -599,21 +599,28 @@ inline void load_matrix_transposed(u32 (&r)[kMatrices], const void* shared) {
 }
 
 // Each lane stores the rows that it gave the addresses of.
-inline void store_matrix(void* shared, const u32 (&r)[4]) {
+template <int kMatrices>
+inline void store_matrix_transposed(void* shared, const u32 (&r)[kMatrices]) {
+  static_assert(kMatrices == 1 || kMatrices == 2 || kMatrices == 4, "stmatrix has x1, x2 and x4");
   struct Words {
-    u32 r[4];
+    u32 r[kMatrices];
   };
   const u32 lane = host::current_lane();
-  if (reinterpret_cast<std::uintptr_t>(shared) & 15) {
-    host::fail("store_matrix", "a row is not 16-byte aligned");
+  const bool stores = lane < kMatrices * 8;
+  if (stores && reinterpret_cast<std::uintptr_t>(shared) & 15) {
+    host::fail("store_matrix_transposed", "a row is not 16-byte aligned");
   }
-  const Words mine{{r[0], r[1], r[2], r[3]}};
-  const uint4 row = host::exchange(kFullMask, mine, "store_matrix", [=](auto words) {
-    const u32 matrix = lane / 8, first = lane % 8 * 4;
-    return uint4{words(first).r[matrix], words(first + 1).r[matrix], words(first + 2).r[matrix],
-                 words(first + 3).r[matrix]};
+  Words mine;
+  std::copy_n(r, kMatrices, mine.r);
+  const uint4 row = host::exchange(kFullMask, mine, "store_matrix_transposed", [=](auto words) {
+    u32 pairs[4] = {};
+    for (u32 i = 0; stores && i < 8; ++i) {
+      const u32 word = words(i * 4 + lane % 8 / 2).r[lane / 8];
+      pairs[i / 2] |= (word >> (16 * (lane % 2)) & 0xffff) << (16 * (i % 2));
+    }
+    return uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
   });
-  *static_cast<uint4*>(shared) = row;
+  if (stores) *static_cast<uint4*>(shared) = row;
 }
 
 template <typename T>

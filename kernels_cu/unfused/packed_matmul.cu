@@ -4,10 +4,9 @@
 // instantiate: packed_matmul_rows<bfloat16, false, 1, 8, 4, 8>
 // instantiate: packed_matmul_rows<half, true, 8, 8, 4, 1>
 // instantiate: packed_matmul_rows<float, false, 8, 8, 4, 4>
-// instantiate: packed_matmul_tiles<bfloat16, false, 128, 128, 64, 4, 2, 3, Cores::warp, 8>
-// instantiate: packed_matmul_tiles<half, true, 32, 64, 64, 1, 4, 6, Cores::warp, 1>
-// instantiate: packed_matmul_tiles<half, true, 256, 128, 64, 1, 8, 6, Cores::warpgroup, 8>
-// instantiate: packed_matmul_tiles<float, true, 64, 64, 16, 2, 2, 2, Cores::warp, 4>
+// instantiate: packed_matmul_tiles<bfloat16, false, 128, 128, 64, 4, 2, 3, 8>
+// instantiate: packed_matmul_tiles<half, true, 32, 64, 64, 1, 4, 6, 1>
+// instantiate: packed_matmul_tiles<float, true, 64, 64, 16, 2, 2, 2, 4>
 #include "device/packed_rows.cuh"
 #include "device/packed_tiles.cuh"
 #include "device/tile_epilogue.cuh"
@@ -61,14 +60,12 @@ template <typename T,
           int kWarpsM,
           int kWarpsN,
           int kStages,
-          Cores kCores,
           int kVec>
-__global__ void __launch_bounds__(kWarpsM * kWarpsN * 32,
-                                  kPackedResident<T, kCores, kBlockM, kWarpsM * kWarpsN>)
+__global__ void __launch_bounds__(kWarpsM * kWarpsN * 32, kTileWarps<T> / (kWarpsM * kWarpsN))
     packed_matmul_tiles(const PackedMatmulArgs<T> args) {
   using Shape = TileShape<T, kBlockM, kBlockN, kBlockK, kWarpsM, kWarpsN, kStages, kVec>;
   const int rows = args.rows, n = args.n;
-  PackedTile<Shape, kGated, kCores, T> tile(args.x, args.w, rows, n, args.k);
+  PackedTile<Shape, kGated, T> tile(args.x, args.w, rows, n, args.k);
   if constexpr (kGated) {
     tile.sums.visit_gated(
         [&](int r, int c, const float (&gates)[Shape::kWide], const float (&ups)[Shape::kWide]) {
