@@ -98,14 +98,6 @@ def by_heads(x: Array) -> Array:
     return x.transpose(0, 2, 1, 3)
 
 
-def reachable(*arrays: Array) -> bool:
-    """Tell whether tensor copies reach arrays, none of which repeats a row."""
-    return all(
-        tensor_map.fits(x) and all(s > 0 for s, n in zip(x.strides, x.shape, strict=True) if n > 1)
-        for x in arrays
-    )
-
-
 def attend(bound: Bound, args: dict[str, Any], stream: Any, size_bytes: int) -> bool:
     """Launch the kernel of warpgroups where there is one; tell whether that was done."""
     sizes, out = bound.sizes, args["out"]
@@ -120,7 +112,11 @@ def attend(bound: Bound, args: dict[str, Any], stream: Any, size_bytes: int) -> 
         bool(args["causal"]),
         only_scaled,
     )
-    if tile is None or device.address(out) % 16 or not reachable(*(bound[x] for x in "qkv")):
+    if (
+        tile is None
+        or device.address(out) % 16
+        or not all(map(tensor_map.fits, (bound[x] for x in "qkv")))
+    ):
         return False
     names = ("q", "k", "v", "start", "lengths", "sinks", "out", "q_len", "kv_len", "n_heads")
     rest = ("n_kv_heads", "default_start", "window", "causal", "scale", "softcap", "inv_softcap")

@@ -161,7 +161,7 @@ struct QueryTiles {
     tile.position = static_cast<i64>(start) + tile.query;
     const int first = max(-tile.query, 0);
     tile.keys.first = seen(args, tile, first).first;
-    tile.keys.last = seen(args, tile, Shape::kQueries - 1).last;
+    tile.keys.last = end_for(args, tile, Shape::kQueries - 1);
     const int n_keys = max(tile.keys.last - tile.keys.first, 0);
     tile.blocks = (n_keys + Shape::kKeys - 1) / Shape::kKeys;
     return true;
@@ -171,6 +171,11 @@ struct QueryTiles {
   template <typename Args>
   static CUFUSE_DEVICE KeySpan seen(const Args& args, const QueryTile<Shape>& tile, int row) {
     return visible_keys(tile.position + row, tile.length, args.kv_len, args.causal, args.window);
+  }
+  // Behind the last key of it, and of all rows before it: with a window it may see nothing itself.
+  template <typename Args>
+  static CUFUSE_DEVICE int end_for(const Args& args, const QueryTile<Shape>& tile, int row) {
+    return visible_keys(tile.position + row, tile.length, args.kv_len, args.causal, 0).last;
   }
 };
 
@@ -222,7 +227,7 @@ CUFUSE_DEVICE void copy_for_attention(const Args& args) {
   }
 }
 
-// Whose turn it is, where warpgroups take turns.
+// Whose turn it is, where warpgroups take turns: one each for every block of a tile but the first.
 template <typename Shape, Turns kTurns>
 struct AttentionTurns {
   bool any = false;
@@ -236,15 +241,6 @@ struct AttentionTurns {
   CUFUSE_DEVICE void end(int warpgroup) {
     if constexpr (kTurns == Turns::fixed) {
       barrier_arrive(1 + (warpgroup + 1 == Shape::kWarpgroups ? 0 : warpgroup + 1), 256);
-    }
-  }
-  CUFUSE_DEVICE void pass(int warpgroup, int turns) {
-    if constexpr (kTurns == Turns::fixed) {
-#pragma unroll 1
-      for (int turn = 0; turn < turns; ++turn) {
-        begin(warpgroup);
-        end(warpgroup);
-      }
     }
   }
   // The last one to arrive meets the first warpgroup here.
@@ -423,11 +419,14 @@ CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
     Memory::release(Memory::values_empty(value_cursor.stage));
     value_cursor.template advance<1>();
   };
-  // Without products a warp's lanes do not meet by themselves before one of them releases.
-  const auto skip = [&] {
+  const auto skip = [&](int block) {
+    if (block > 0) {
+      turns.begin(warpgroup);
+      turns.end(warpgroup);
+    }
     wait_for_keys();
     wait_for_values();
-    __syncwarp();
+    __syncwarp();  // before one lane releases: no product lets them meet
     release_keys();
     release_values();
   };
@@ -435,9 +434,10 @@ CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
   // What the first and the last row see, and the blocks of that: the first row sees the fewest.
   const int row = warpgroup * 64, first_row = max(row, -tile.query);
   const KeySpan low = Tiles::seen(args, tile, first_row), high = Tiles::seen(args, tile, row + 63);
-  int begin = (tile.keys.last - high.last) / Shape::kKeys;
+  const int last = Tiles::end_for(args, tile, row + 63);
+  int begin = (tile.keys.last - last) / Shape::kKeys;
   int end = (tile.keys.last - low.first + Shape::kKeys - 1) / Shape::kKeys;
-  if (first_row >= row + 64 || high.last <= low.first) begin = end = tile.blocks;
+  if (first_row >= row + 64 || last <= low.first) begin = end = tile.blocks;
 
   if (tile.unseen() > 0) {
     wait_for_values();
@@ -452,8 +452,7 @@ CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
   }
   mbarrier_wait(Memory::queries_full(warpgroup), round);
 #pragma unroll 1
-  for (int block = 0; block < begin; ++block) skip();
-  turns.pass(warpgroup, min(begin, tile.blocks - 1));
+  for (int block = 0; block < begin; ++block) skip(block);
 
   const float factor = logit_factor<kLogits>(args);
   const unsigned char* queries = Memory::queries(warpgroup);
@@ -482,9 +481,11 @@ CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
 
   if (begin < end) {
     float rescale[2];
+    if (begin > 0) turns.begin(warpgroup);
     wait_for_keys();
     wgmma_fence(state.logits);
     start_logits<Shape, T>(state, queries, Memory::keys(key_cursor));
+    if (begin > 0) turns.end(warpgroup);
     wgmma_wait<0>(state.logits);
     release_keys();
     finish_logits<kLogits>(state.logits, args);
@@ -527,8 +528,7 @@ CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
   }
 
 #pragma unroll 1
-  for (int block = end; block < tile.blocks; ++block) skip();
-  turns.pass(warpgroup, tile.blocks - 1 - min(begin, tile.blocks - 1) - max(end - begin - 1, 0));
+  for (int block = end; block < tile.blocks; ++block) skip(block);
 }
 
 // By a warpgroup: divide by the totals, a sink's share included, and store. A query that sees no
