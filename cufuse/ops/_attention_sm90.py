@@ -51,9 +51,9 @@ class AttentionTile:
         count = -(-q_len // self.queries)
         keys = [max(kv_len - i * self.queries, self.keys) for i in range(count)]
         costs = np.repeat(keys if causal else [kv_len] * count, heads)
-        costs = np.append(costs, np.zeros(-costs.size % ctas)).reshape(-1, ctas)
-        costs[1::2] = costs[1::2, ::-1].copy()
-        return float(costs.sum(0).max()) * self.queries / self.rate
+        rounds = np.append(costs, np.zeros(-costs.size % ctas)).reshape(-1, ctas)
+        rounds[1::2] = rounds[1::2, ::-1].copy()
+        return float(rounds.sum(0).max()) * self.queries / self.rate
 
 
 # For heads of up to so many columns.

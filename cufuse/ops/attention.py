@@ -99,7 +99,7 @@ def attention(
     that sees no key gets zeros. The softmax and all sums are in float32. Below 16 queries a row's
     bits depend neither on the batch nor on kv_len. From 16 on, 16-bit products run on tensor cores
     with the probabilities rounded to the inputs' dtype, and a value that is not finite may reach
-    all of the 64 neighbouring queries of which one sees it. Partial results beyond 256 MiB take
+    all of up to 192 neighbouring queries of which one sees it. Partial results beyond 256 MiB take
     more launches.
 
     Returns [batch, q_len, n_heads, head_dim] in q's dtype. Raises ValueError for sizes, TypeError
