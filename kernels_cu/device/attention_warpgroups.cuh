@@ -130,12 +130,15 @@ struct QueryTile {
 // The tiles of a CTA in their order.
 template <typename Shape>
 struct QueryTiles {
-  int per_head, left, round;
+  int per_head, round;
+  int batch;  // of `start` and `length`, which are read when another sequence comes
+  int start, length;
 
   template <typename Args>
   CUFUSE_DEVICE explicit QueryTiles(const Args& args) {
     per_head = (args.q_len + Shape::kQueries - 1) / Shape::kQueries;
     round = 0;
+    batch = -1;
   }
 
   // Tiles of a head end with its last query, and those that see most keys come first. CTAs take
@@ -153,8 +156,11 @@ struct QueryTiles {
     tile.batch = head / args.n_heads;
     tile.head = head - tile.batch * args.n_heads;
     tile.query = args.q_len - (from_end + 1) * Shape::kQueries;
-    const int start = same(args.start ? args.start[tile.batch] : args.default_start);
-    const int length = same(args.lengths ? args.lengths[tile.batch] : 0);
+    if (tile.batch != batch) {
+      batch = tile.batch;
+      start = same(args.start ? args.start[batch] : args.default_start);
+      length = same(args.lengths ? args.lengths[batch] : 0);
+    }
     tile.length = args.lengths  ? length
                   : args.causal ? static_cast<i64>(start) + args.q_len
                                 : static_cast<i64>(args.kv_len);
