@@ -203,6 +203,15 @@ def test_what_nobody_sees_is_not_read(to, rng, q_len):
     assert_close(run(to, q, k, v, start=start, window=50), wanted, BF16)
 
 
+@pytest.mark.parametrize("q_len", [2, 20], ids=["decode", "prefill"])
+def test_windows_that_begin_behind_the_length(to, rng, q_len):
+    q, k, v = make(rng, BF16, 1, q_len, 60, 2, 1, 32)
+    options = {"start": np.array([20], np.int32), "lengths": np.array([22], np.int32), "window": 4}
+    wanted = exact(q, k, v, **options)
+    k[:, 22:] = v[:, 22:] = np.nan
+    assert_close(run(to, q, k, v, **options), wanted, BF16)
+
+
 def test_reference_ignores_what_nobody_sees(rng):
     q, k, v = make(rng, FP32, 1, 2, 9, 2, 1, 8)
     wanted = reference.attention(q, k[:, :5], v[:, :5])

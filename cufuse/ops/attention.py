@@ -9,7 +9,7 @@ import numpy as np
 from cufuse import checks, device, jit, reference
 from cufuse.checks import Bound
 from cufuse.device import Array, Unsupported
-from cufuse.ops import _cache
+from cufuse.ops import _attention_sm90, _cache
 from cufuse.ops._stream import on_stream
 
 MAX_HEAD_DIM = 256
@@ -99,7 +99,7 @@ def attention(
     that sees no key gets zeros. The softmax and all sums are in float32. Below 16 queries a row's
     bits depend neither on the batch nor on kv_len. From 16 on, 16-bit products run on tensor cores
     with the probabilities rounded to the inputs' dtype, and a value that is not finite may reach
-    all of the 64 neighbouring queries of which one sees it. Partial results beyond 256 MiB take
+    all of up to 192 neighbouring queries of which one sees it. Partial results beyond 256 MiB take
     more launches.
 
     Returns [batch, q_len, n_heads, head_dim] in q's dtype. Raises ValueError for sizes, TypeError
@@ -166,6 +166,8 @@ def attention(
 
 
 def _prefill(bound: Bound, args: dict[str, Any], stream: Any) -> None:
+    if _attention_sm90.attend(bound, args, stream, _size_bytes(bound, args)):
+        return
     head_dim, q_len = bound.sizes["head_dim"], bound.sizes["q_len"]
     vec = _cache.strided_width(head_dim, bound["q"], bound["k"], bound["v"], args["out"])
     padded = -(-head_dim // 16) * 16

@@ -143,7 +143,11 @@ CUFUSE_DEVICE void attend_queries(PrefillTile<T, kHeadDim> tile,
       visible_keys(head.position, head.length, head.kv_len, head.causal, head.window);
   const KeySpan of_last = visible_keys(head.position + head.n_queries - 1, head.length, head.kv_len,
                                        head.causal, head.window);
-  const int first = of_first.first, last = of_last.last;
+  // With a window the last query may see nothing, and the ones before it keys up to the length.
+  const int first = of_first.first;
+  const int last =
+      visible_keys(head.position + head.n_queries - 1, head.length, head.kv_len, head.causal, 0)
+          .last;
 
   float out[kDim / 8][4];
 #pragma unroll

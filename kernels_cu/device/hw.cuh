@@ -721,7 +721,14 @@ CUFUSE_DEVICE void load_matrix_transposed(u32 (&r)[kMatrices], const void* share
 
 #if __CUDA_ARCH__ >= 900
 
-// The way back: addresses and registers as `load_matrix_transposed` has them.
+// The way back: four matrices, addresses and registers as `load_matrix` has them.
+CUFUSE_DEVICE void store_matrix(void* shared, const u32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(shared)),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+// One, two or four, as `load_matrix_transposed` has them.
 template <int kMatrices>
 CUFUSE_DEVICE void store_matrix_transposed(void* shared, const u32 (&r)[kMatrices]) {
   static_assert(kMatrices == 1 || kMatrices == 2 || kMatrices == 4, "stmatrix has x1, x2 and x4");
@@ -939,6 +946,14 @@ template <typename T, int kCount>
 CUFUSE_DEVICE void pin(T (&values)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) pin(values[i]);
+}
+
+// What a value that is not negative is computed from is computed by here, before a wait that
+// follows: `pin` keeps the compiler from moving it, but not the assembler. What never happens, a
+// sleep of no time, depends on it.
+CUFUSE_DEVICE void not_negative_by_now(float v) {
+  asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p nanosleep.u32 0;}" ::"f"(v)
+               : "memory");
 }
 
 // Order what this thread did with registers before the products that come after; `registers` are

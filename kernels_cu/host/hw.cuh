@@ -599,6 +599,22 @@ inline void load_matrix_transposed(u32 (&r)[kMatrices], const void* shared) {
 }
 
 // Each lane stores the rows that it gave the addresses of.
+inline void store_matrix(void* shared, const u32 (&r)[4]) {
+  struct Words {
+    u32 r[4];
+  };
+  const u32 lane = host::current_lane();
+  if (reinterpret_cast<std::uintptr_t>(shared) & 15) {
+    host::fail("store_matrix", "a row is not 16-byte aligned");
+  }
+  const Words mine{{r[0], r[1], r[2], r[3]}};
+  const uint4 row = host::exchange(kFullMask, mine, "store_matrix", [=](auto words) {
+    const u32 matrix = lane / 8, first = lane % 8 * 4;
+    return uint4{words(first).r[matrix], words(first + 1).r[matrix], words(first + 2).r[matrix],
+                 words(first + 3).r[matrix]};
+  });
+  *static_cast<uint4*>(shared) = row;
+}
 template <int kMatrices>
 inline void store_matrix_transposed(void* shared, const u32 (&r)[kMatrices]) {
   static_assert(kMatrices == 1 || kMatrices == 2 || kMatrices == 4, "stmatrix has x1, x2 and x4");
@@ -716,6 +732,9 @@ inline void wgmma(float (&d)[kSums], u64 a, u64 b, bool accumulate) {
 template <typename T, Major kMajorB = Major::k, int kSums>
 inline void wgmma(float (&d)[kSums], const u32 (&a)[4], u64 b, bool accumulate) {
   wgmma_product<T>(d, a, 0, b, accumulate, false, kMajorB == Major::mn);
+}
+inline void not_negative_by_now(float v) {
+  if (v < 0.0f) host::fail("not_negative_by_now", "the value is below zero");
 }
 template <typename... Registers>
 inline void wgmma_fence(Registers&...) {

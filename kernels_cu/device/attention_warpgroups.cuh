@@ -1,0 +1,612 @@
+// Attention of many queries on sm_90a (Shah et al. 2024, FlashAttention-3): CTAs that stay walk
+// over tiles of 64 queries a warpgroup of one head. One thread copies queries, and keys and values
+// into two rings of blocks; the other warpgroups have logits, softmax and sums in registers, and
+// the products of a block with the queries are under way while the softmax of another is taken.
+//
+// A tile's blocks go from its last visible key to its first one. What a block has below the first
+// key is masked; no key behind the last one is read.
+#pragma once
+
+#include "device/attention.cuh"
+#include "device/ring.cuh"
+
+namespace cufuse {
+
+// kPolynomial of 8 powers are sums and products, the others the special function unit's, which has
+// as much to do as the tensor cores where heads are small.
+template <int kHeadDim_, int kWarpgroups_, int kKeys_, int kStages_, int kPolynomial_>
+struct AttentionShape {
+  static constexpr int kHeadDim = kHeadDim_, kWarpgroups = kWarpgroups_;
+  static constexpr int kKeys = kKeys_, kStages = kStages_, kPolynomial = kPolynomial_;
+  static constexpr int kQueries = kWarpgroups * 64;
+  static constexpr int kThreads = (kWarpgroups + 1) * 128;
+  static constexpr int kDim = (kHeadDim + 15) / 16 * 16;  // columns beyond head_dim are zeros
+  // Rows lie in boxes of 64 columns: 128 bytes.
+  static constexpr int kBoxes = (kDim + 63) / 64;
+  static constexpr int kQueryBox = 64 * 128, kKeyBox = kKeys * 128;
+  static constexpr int kQueryBytes = kBoxes * kQueryBox;  // of a warpgroup
+  static constexpr int kBlockBytes = kBoxes * kKeyBox;
+  static constexpr int kKeysAt = kWarpgroups * kQueryBytes;
+  static constexpr int kValuesAt = kKeysAt + kStages * kBlockBytes;
+  // Results wait where the queries were if there is no room beside them.
+  static constexpr int kResultsAt = kValuesAt + kStages * kBlockBytes;
+  static constexpr bool kOwnResults = kResultsAt + kKeysAt + 1024 <= 227 * 1024;
+  static constexpr int kBarriersAt = kResultsAt + (kOwnResults ? kKeysAt : 0);
+  static constexpr int kSharedBytes = kBarriersAt + (4 * kStages + 2 * kWarpgroups) * 8;
+  // What 64 K registers leave: the warpgroup that copies needs few.
+  static constexpr int kFew = kWarpgroups == 2 ? 24 : 32;
+  static constexpr int kMany = kWarpgroups == 2 ? 240 : 160;
+  static_assert(kHeadDim % 8 == 0, "rows are multiples of 16 bytes");
+  static_assert(kKeys % 16 == 0 && kKeys <= 256, "a product sums over 16 keys");
+  static_assert(kWarpgroups == 2 || kWarpgroups == 3, "registers are for two or three");
+};
+
+// How a product of query and key becomes a logit: by a positive scale alone, or as Logit has it.
+enum class Logits { scaled, any };
+// Warpgroups issue their products when they can, or in turns: while one has the tensor cores, the
+// others take their softmax.
+enum class Turns { free, fixed };
+
+#if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Where things lie in shared memory, and the barriers of the copies.
+template <typename Shape>
+struct AttentionMemory {
+  using Cursor = RingCursor<Shape::kStages>;
+
+  static CUFUSE_DEVICE unsigned char* at(int byte) {
+    return dynamic_shared<unsigned char>() + byte;
+  }
+  static CUFUSE_DEVICE unsigned char* queries(int warpgroup) {
+    return at(warpgroup * Shape::kQueryBytes);
+  }
+  static CUFUSE_DEVICE unsigned char* results(int warpgroup) {
+    return at((Shape::kOwnResults ? Shape::kResultsAt : 0) + warpgroup * Shape::kQueryBytes);
+  }
+  static CUFUSE_DEVICE unsigned char* keys(const Cursor& cursor) {
+    return at(Shape::kKeysAt + cursor.stage * Shape::kBlockBytes);
+  }
+  static CUFUSE_DEVICE unsigned char* values(const Cursor& cursor) {
+    return at(Shape::kValuesAt + cursor.stage * Shape::kBlockBytes);
+  }
+  static CUFUSE_DEVICE u64* barrier(int number) {
+    return reinterpret_cast<u64*>(at(Shape::kBarriersAt)) + number;
+  }
+  static CUFUSE_DEVICE u64* keys_full(int stage) { return barrier(stage); }
+  static CUFUSE_DEVICE u64* keys_empty(int stage) { return barrier(Shape::kStages + stage); }
+  static CUFUSE_DEVICE u64* values_full(int stage) { return barrier(2 * Shape::kStages + stage); }
+  static CUFUSE_DEVICE u64* values_empty(int stage) { return barrier(3 * Shape::kStages + stage); }
+  static CUFUSE_DEVICE u64* queries_full(int warpgroup) {
+    return barrier(4 * Shape::kStages + warpgroup);
+  }
+  static CUFUSE_DEVICE u64* queries_empty(int warpgroup) {
+    return barrier(4 * Shape::kStages + Shape::kWarpgroups + warpgroup);
+  }
+
+  // By one thread, before a barrier of the CTA.
+  static CUFUSE_DEVICE void init() {
+    for (int stage = 0; stage < Shape::kStages; ++stage) {
+      mbarrier_init(keys_full(stage), 1);
+      mbarrier_init(keys_empty(stage), Shape::kWarpgroups * 4);
+      mbarrier_init(values_full(stage), 1);
+      mbarrier_init(values_empty(stage), Shape::kWarpgroups * 4);
+    }
+    for (int warpgroup = 0; warpgroup < Shape::kWarpgroups; ++warpgroup) {
+      mbarrier_init(queries_full(warpgroup), 1);
+      mbarrier_init(queries_empty(warpgroup), 4);
+    }
+    fence_mbarrier_init();
+  }
+
+  // By each warp that has read.
+  static CUFUSE_DEVICE void release(u64* empty) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
+  }
+};
+
+// Some queries of one head, and the keys that any of them sees, in blocks.
+template <typename Shape>
+struct QueryTile {
+  int batch, head;
+  int query;     // the first one; below 0 where the tile has rows before the queries
+  i64 position;  // of that
+  i64 length;    // of the sequence
+  KeySpan keys;
+  int blocks;
+
+  // Where block i, from the end, begins. The last of several begins with the first key and has some
+  // keys again that the one before it had: no copy reaches below the first key.
+  CUFUSE_DEVICE int key_of(int block) const {
+    return block > 0 && block == blocks - 1 ? keys.first : end_of(block) - Shape::kKeys;
+  }
+  // Behind the keys that block i has alone.
+  CUFUSE_DEVICE int end_of(int block) const { return keys.last - block * Shape::kKeys; }
+  // A block alone may reach below the first key, to values that nobody sees.
+  CUFUSE_DEVICE int unseen() const {
+    return blocks == 1 && keys.first > 0 ? max(Shape::kKeys - (keys.last - keys.first), 0) : 0;
+  }
+};
+
+// The tiles of a CTA in their order.
+template <typename Shape>
+struct QueryTiles {
+  int per_head, round;
+  int batch;  // of `start` and `length`, which are read when another sequence comes
+  int start, length;
+
+  template <typename Args>
+  CUFUSE_DEVICE explicit QueryTiles(const Args& args) {
+    per_head = (args.q_len + Shape::kQueries - 1) / Shape::kQueries;
+    round = 0;
+    batch = -1;
+  }
+
+  // Tiles of a head end with its last query, and those that see most keys come first. CTAs take
+  // them to and fro, so that each has some of all lengths; neighbours in time share keys and
+  // values. `same` is what makes a number the same for all who take.
+  template <typename Args, typename F>
+  CUFUSE_DEVICE bool take(const Args& args, QueryTile<Shape>& tile, F same) {
+    const int heads = args.batch * args.n_heads;
+    const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
+    const int index = round * ctas + (round % 2 == 0 ? cta : ctas - 1 - cta);
+    if (index >= heads * per_head) return false;
+    ++round;
+    const int from_end = index / heads;
+    const int head = index - from_end * heads;
+    tile.batch = head / args.n_heads;
+    tile.head = head - tile.batch * args.n_heads;
+    tile.query = args.q_len - (from_end + 1) * Shape::kQueries;
+    if (tile.batch != batch) {
+      batch = tile.batch;
+      start = same(args.start ? args.start[batch] : args.default_start);
+      length = same(args.lengths ? args.lengths[batch] : 0);
+    }
+    tile.length = args.lengths  ? length
+                  : args.causal ? static_cast<i64>(start) + args.q_len
+                                : static_cast<i64>(args.kv_len);
+    tile.position = static_cast<i64>(start) + tile.query;
+    const int first = max(-tile.query, 0);
+    tile.keys.first = seen(args, tile, first).first;
+    tile.keys.last = end_for(args, tile, Shape::kQueries - 1);
+    const int n_keys = max(tile.keys.last - tile.keys.first, 0);
+    tile.blocks = (n_keys + Shape::kKeys - 1) / Shape::kKeys;
+    return true;
+  }
+
+  // What a row of the tile sees.
+  template <typename Args>
+  static CUFUSE_DEVICE KeySpan seen(const Args& args, const QueryTile<Shape>& tile, int row) {
+    return visible_keys(tile.position + row, tile.length, args.kv_len, args.causal, args.window);
+  }
+  // Behind the last key of it, and of all rows before it: with a window it may see nothing itself.
+  template <typename Args>
+  static CUFUSE_DEVICE int end_for(const Args& args, const QueryTile<Shape>& tile, int row) {
+    return visible_keys(tile.position + row, tile.length, args.kv_len, args.causal, 0).last;
+  }
+};
+
+// By one thread: all queries, keys and values of all tiles.
+template <typename Shape, typename Args>
+CUFUSE_DEVICE void copy_for_attention(const Args& args) {
+  using Memory = AttentionMemory<Shape>;
+  typename Memory::Cursor key_cursor, value_cursor;
+  QueryTiles<Shape> tiles(args);
+  QueryTile<Shape> tile;
+  u32 empty = 1;
+  while (tiles.take(args, tile, [](int v) { return v; })) {
+    if (tile.blocks == 0) continue;
+    const int kv_head = tile.head / (args.n_heads / args.n_kv_heads);
+    const auto copy_block = [&](unsigned char* to, const TensorMap& map, u64* full, int block) {
+      mbarrier_arrive_expect_tx(full, Shape::kBlockBytes);
+      const int key = tile.key_of(block);
+#pragma unroll
+      for (int box = 0; box < Shape::kBoxes; ++box) {
+        copy_tensor(to + box * Shape::kKeyBox, map, full, box * 64, key, kv_head, tile.batch);
+      }
+    };
+    const auto copy_keys = [&](int block) {
+      mbarrier_wait(Memory::keys_empty(key_cursor.stage), key_cursor.round ^ 1);
+      copy_block(Memory::keys(key_cursor), args.k_map, Memory::keys_full(key_cursor.stage), block);
+      key_cursor.template advance<1>();
+    };
+    copy_keys(0);
+#pragma unroll 1
+    for (int warpgroup = 0; warpgroup < Shape::kWarpgroups; ++warpgroup) {
+      mbarrier_wait(Memory::queries_empty(warpgroup), empty);
+      u64* full = Memory::queries_full(warpgroup);
+      mbarrier_arrive_expect_tx(full, Shape::kQueryBytes);
+#pragma unroll
+      for (int box = 0; box < Shape::kBoxes; ++box) {
+        copy_tensor(Memory::queries(warpgroup) + box * Shape::kQueryBox, args.q_map, full, box * 64,
+                    tile.query + warpgroup * 64, tile.head, tile.batch);
+      }
+    }
+    empty ^= 1;
+#pragma unroll 1
+    for (int block = 0; block < tile.blocks; ++block) {
+      if (block + 1 < tile.blocks) copy_keys(block + 1);
+      mbarrier_wait(Memory::values_empty(value_cursor.stage), value_cursor.round ^ 1);
+      copy_block(Memory::values(value_cursor), args.v_map, Memory::values_full(value_cursor.stage),
+                 block);
+      value_cursor.template advance<1>();
+    }
+  }
+}
+
+// Whose turn it is, where warpgroups take turns: one each for every block of a tile but the first.
+template <typename Shape, Turns kTurns>
+struct AttentionTurns {
+  bool any = false;
+
+  CUFUSE_DEVICE void begin(int warpgroup) {
+    if constexpr (kTurns == Turns::fixed) {
+      if (warpgroup > 0 || any) barrier_sync(1 + warpgroup, 256);
+      any = true;
+    }
+  }
+  CUFUSE_DEVICE void end(int warpgroup) {
+    if constexpr (kTurns == Turns::fixed) {
+      barrier_arrive(1 + (warpgroup + 1 == Shape::kWarpgroups ? 0 : warpgroup + 1), 256);
+    }
+  }
+  // The last one to arrive meets the first warpgroup here.
+  CUFUSE_DEVICE void finish(int warpgroup) {
+    if constexpr (kTurns == Turns::fixed) {
+      if (warpgroup == 0 && any) barrier_sync(1, 256);
+    }
+  }
+};
+
+// 2^x for x <= 8 to 13 bits, more than a probability keeps; what is below 2^-126 comes near it. The
+// nearest integer goes to the exponent, a polynomial of degree 3 takes the rest.
+CUFUSE_DEVICE float exp2_polynomial(float x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: sums have no fraction
+  x = fmaxf(x, -126.0f);
+  const float rounded = x + kRound;
+  const float f = x - (rounded - kRound);
+  float p = fmaf(f, 0.05517156f, 0.24261106f);
+  p = fmaf(p, f, 0.693261f);
+  p = fmaf(p, f, 0.99992808f);
+  return __int_as_float(__float_as_int(p) +
+                        static_cast<int>(static_cast<u32>(__float_as_int(rounded)) << 23));
+}
+
+// What a thread holds of a tile: two rows, `lane / 4` and 8 further on.
+template <typename Shape>
+struct AttentionState {
+  float logits[Shape::kKeys / 2];
+  u32 weights[Shape::kKeys / 16][4];  // the left operand of the product with the values
+  float sums[Shape::kDim / 2];
+  float top[2];    // what is subtracted from logits: at least their maximum less kSlack
+  float total[2];  // of this thread's columns
+};
+
+// A maximum that has grown by less leaves the sums as they are: weights stay below 2^kSlack.
+constexpr float kSlack = 8.0f;
+constexpr float kLog2E = 1.4426950408889634f;
+
+// By a warpgroup: start the products of its queries with a block of keys.
+template <typename Shape, typename T>
+CUFUSE_DEVICE void start_logits(AttentionState<Shape>& state,
+                                const unsigned char* queries,
+                                const unsigned char* keys) {
+  const u64 a = wgmma_descriptor<128>(queries, 0, 1024);
+  const u64 b = wgmma_descriptor<128>(keys, 0, 1024);
+#pragma unroll
+  for (int step = 0; step < Shape::kDim / 16; ++step) {
+    wgmma<T>(state.logits, wgmma_advance(a, step / 4 * Shape::kQueryBox + step % 4 * 32),
+             wgmma_advance(b, step / 4 * Shape::kKeyBox + step % 4 * 32), step > 0);
+  }
+  wgmma_commit();
+}
+
+// And of its weights with a block of values.
+template <typename Shape, typename T>
+CUFUSE_DEVICE void start_sums(AttentionState<Shape>& state, const unsigned char* values) {
+  const u64 b = wgmma_descriptor<128>(values, Shape::kKeyBox, 1024);
+#pragma unroll
+  for (int step = 0; step < Shape::kKeys / 16; ++step) {
+    wgmma<T, Major::mn>(state.sums, state.weights[step], wgmma_advance(b, step * 2048), true);
+  }
+  wgmma_commit();
+}
+
+// Logits in powers of 2: the factor that is still to come, where they are only scaled.
+template <Logits kLogits, typename Args>
+CUFUSE_DEVICE float logit_factor(const Args& args) {
+  return kLogits == Logits::scaled ? args.scale * kLog2E : 1.0f;
+}
+template <Logits kLogits, int kCount, typename Args>
+CUFUSE_DEVICE void finish_logits(float (&logits)[kCount], const Args& args) {
+  if constexpr (kLogits == Logits::any) {
+    const float scale = args.scale * kLog2E;
+    const float twice = 2.0f * kLog2E * args.scale * args.inv_softcap;
+    const float cap = args.softcap * kLog2E;
+    if (args.softcap > 0.0f) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {  // cap * tanh(x / cap)
+        logits[i] = fmaf(-cap, __fdividef(2.0f, 1.0f + exp2f(logits[i] * twice)), cap);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) logits[i] *= scale;
+    }
+  }
+}
+
+// Logits become weights, `top` and `total` follow. Returns by what the sums have to be multiplied
+// in `rescale`, and whether anything of the warp has to.
+template <typename Shape>
+CUFUSE_DEVICE bool take_softmax(AttentionState<Shape>& state, float factor, float (&rescale)[2]) {
+  bool grown = false;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float even = state.logits[2 * i], odd = state.logits[2 * i + 1];
+#pragma unroll
+    for (int n = 1; n < Shape::kKeys / 8; ++n) {
+      even = fmaxf(even, state.logits[4 * n + 2 * i]);
+      odd = fmaxf(odd, state.logits[4 * n + 2 * i + 1]);
+    }
+    float top = fmaxf(even, odd);
+    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2)) * factor;
+    rescale[i] = 1.0f;
+    if (top > state.top[i] + kSlack) {
+      rescale[i] = exp2f(state.top[i] - top);
+      state.top[i] = top;
+      grown = true;
+    }
+    const float shift = softmax_shift(state.top[i]);
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < Shape::kKeys / 8; ++n) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float& v = state.logits[4 * n + 2 * i + j];
+        const float x = fmaf(v, factor, -shift);
+        v = (2 * n + j) % 8 < Shape::kPolynomial ? exp2_polynomial(x) : exp2f(x);
+        sum[j] += v;
+      }
+    }
+    state.total[i] = fmaf(state.total[i], rescale[i], sum[0] + sum[1]);
+  }
+  return __any_sync(kFullMask, grown);
+}
+
+// The weights, rounded: the accumulators' order is that of a left operand.
+template <typename Shape, typename T>
+CUFUSE_DEVICE void round_weights(AttentionState<Shape>& state) {
+#pragma unroll
+  for (int step = 0; step < Shape::kKeys / 16; ++step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      state.weights[step][i] =
+          pair_from_floats<T>(state.logits[8 * step + 2 * i], state.logits[8 * step + 2 * i + 1]);
+    }
+  }
+}
+
+// Values that nobody sees become zeros: by all warpgroups that multiply, before anyone reads them.
+template <typename Shape>
+CUFUSE_DEVICE void clear_values(unsigned char* values, int rows) {
+  for (int i = static_cast<int>(threadIdx.x); i < rows * 8 * Shape::kBoxes;
+       i += Shape::kWarpgroups * 128) {
+    const int row = i / 8 % rows, box = i / 8 / rows;
+    *reinterpret_cast<uint4*>(values + box * Shape::kKeyBox + row * 128 + i % 8 * 16) =
+        uint4{0, 0, 0, 0};
+  }
+  fence_proxy_async_shared();
+  barrier_sync(1 + Shape::kWarpgroups, Shape::kWarpgroups * 128);
+}
+
+// By a warpgroup: its part of one tile, from the queries to sums, tops and totals.
+template <typename Shape, typename T, Logits kLogits, Turns kTurns, typename Args>
+CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
+                               AttentionTurns<Shape, kTurns>& turns,
+                               typename AttentionMemory<Shape>::Cursor& key_cursor,
+                               typename AttentionMemory<Shape>::Cursor& value_cursor,
+                               const QueryTile<Shape>& tile,
+                               int warpgroup,
+                               u32 round,
+                               const Args& args) {
+  using Memory = AttentionMemory<Shape>;
+  using Tiles = QueryTiles<Shape>;
+  const auto wait_for_keys = [&] {
+    mbarrier_wait(Memory::keys_full(key_cursor.stage), key_cursor.round);
+  };
+  const auto wait_for_values = [&] {
+    mbarrier_wait(Memory::values_full(value_cursor.stage), value_cursor.round);
+  };
+  const auto release_keys = [&] {
+    Memory::release(Memory::keys_empty(key_cursor.stage));
+    key_cursor.template advance<1>();
+  };
+  const auto release_values = [&] {
+    Memory::release(Memory::values_empty(value_cursor.stage));
+    value_cursor.template advance<1>();
+  };
+  const auto skip = [&](int block) {
+    if (block > 0) {
+      turns.begin(warpgroup);
+      turns.end(warpgroup);
+    }
+    wait_for_keys();
+    wait_for_values();
+    __syncwarp();  // before one lane releases: no product lets them meet
+    release_keys();
+    release_values();
+  };
+
+  // What the first and the last row see, and the blocks of that: the first row sees the fewest.
+  const int row = warpgroup * 64, first_row = max(row, -tile.query);
+  const KeySpan low = Tiles::seen(args, tile, first_row), high = Tiles::seen(args, tile, row + 63);
+  const int last = Tiles::end_for(args, tile, row + 63);
+  int begin = (tile.keys.last - last) / Shape::kKeys;
+  int end = (tile.keys.last - low.first + Shape::kKeys - 1) / Shape::kKeys;
+  if (first_row >= row + 64 || last <= low.first) begin = end = tile.blocks;
+
+  if (tile.unseen() > 0) {
+    wait_for_values();
+    clear_values<Shape>(Memory::values(value_cursor), tile.unseen());
+  }
+#pragma unroll
+  for (int i = 0; i < Shape::kDim / 2; ++i) state.sums[i] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    state.top[i] = minus_infinity();
+    state.total[i] = 0.0f;
+  }
+  mbarrier_wait(Memory::queries_full(warpgroup), round);
+#pragma unroll 1
+  for (int block = 0; block < begin; ++block) skip(block);
+
+  const float factor = logit_factor<kLogits>(args);
+  const unsigned char* queries = Memory::queries(warpgroup);
+  // Only blocks at the edges of what is visible look at each key.
+  const auto mask = [&](int block) {
+    const int key = tile.key_of(block), end_key = tile.end_of(block);
+    if (key >= high.first && key + Shape::kKeys <= min(low.last, end_key)) return;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int thread_row = row + static_cast<int>(threadIdx.x % 128 / 32) * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const KeySpan span = Tiles::seen(args, tile, thread_row + i * 8);
+      const int from = span.first - key - lane % 4 * 2;
+      const int to = min(span.last, end_key) - key - lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < Shape::kKeys / 8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const bool visible = n * 8 + j >= from && n * 8 + j < to;
+          float& v = state.logits[4 * n + 2 * i + j];
+          v = visible ? v : minus_infinity();
+        }
+      }
+    }
+  };
+
+  if (begin < end) {
+    float rescale[2];
+    if (begin > 0) turns.begin(warpgroup);
+    wait_for_keys();
+    wgmma_fence(state.logits);
+    start_logits<Shape, T>(state, queries, Memory::keys(key_cursor));
+    if (begin > 0) turns.end(warpgroup);
+    wgmma_wait<0>(state.logits);
+    release_keys();
+    finish_logits<kLogits>(state.logits, args);
+    mask(begin);
+    take_softmax(state, factor, rescale);
+    round_weights<Shape, T>(state);
+#pragma unroll 1
+    for (int block = begin + 1; block < end; ++block) {
+      turns.begin(warpgroup);
+      wait_for_keys();
+      wgmma_fence(state.logits, state.weights, state.sums);
+      start_logits<Shape, T>(state, queries, Memory::keys(key_cursor));
+      wait_for_values();
+      wgmma_fence();
+      start_sums<Shape, T>(state, Memory::values(value_cursor));
+      turns.end(warpgroup);
+      wgmma_wait<1>(state.logits);
+      release_keys();
+      finish_logits<kLogits>(state.logits, args);
+      mask(block);
+      const bool grown = take_softmax(state, factor, rescale);
+      not_negative_by_now(state.total[0] + state.total[1]);  // the sums are on their way
+      wgmma_wait<0>(state.sums);
+      release_values();
+      if (grown) {
+#pragma unroll
+        for (int i = 0; i < Shape::kDim / 2; ++i) state.sums[i] *= rescale[i / 2 % 2];
+      }
+      round_weights<Shape, T>(state);
+    }
+    if constexpr (Shape::kOwnResults) Memory::release(Memory::queries_empty(warpgroup));
+    wait_for_values();
+    wgmma_fence(state.weights, state.sums);
+    start_sums<Shape, T>(state, Memory::values(value_cursor));
+    wgmma_wait<0>(state.sums);
+    release_values();
+  } else if constexpr (Shape::kOwnResults) {
+    __syncwarp();
+    Memory::release(Memory::queries_empty(warpgroup));
+  }
+
+#pragma unroll 1
+  for (int block = end; block < tile.blocks; ++block) skip(block);
+}
+
+// By a warpgroup: divide by the totals, a sink's share included, and store. A query that sees no
+// key gets zeros.
+template <typename Shape, typename T, typename Args>
+CUFUSE_DEVICE void store_attention(AttentionState<Shape>& state,
+                                   const QueryTile<Shape>& tile,
+                                   int warpgroup,
+                                   const Args& args) {
+  using Memory = AttentionMemory<Shape>;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int warp = static_cast<int>(threadIdx.x % 128 / 32);
+  float scale[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float total = state.total[i];
+    total += __shfl_xor_sync(kFullMask, total, 1);
+    total += __shfl_xor_sync(kFullMask, total, 2);
+    float share = 1.0f;
+    if (args.sinks) {
+      const float sink = to_float(args.sinks[tile.head]) * kLog2E;
+      const float top = fmaxf(state.top[i], sink), shift = softmax_shift(top);
+      share = exp2f(state.top[i] - shift);
+      total = fmaf(total, share, exp2f(sink - shift));
+    }
+    scale[i] = state.top[i] == minus_infinity() ? 0.0f : share / total;
+  }
+
+  // A warp's 16 rows go through shared memory, so that its lanes store whole rows.
+  unsigned char* results = Memory::results(warpgroup);
+  const int place = (warp * 16 + lane % 16) * 128;
+#pragma unroll
+  for (int column = 0; column < Shape::kDim; column += 16) {
+    const float* c = &state.sums[column / 2];
+    const u32 pairs[4] = {pair_from_floats<T>(c[0] * scale[0], c[1] * scale[0]),
+                          pair_from_floats<T>(c[2] * scale[1], c[3] * scale[1]),
+                          pair_from_floats<T>(c[4] * scale[0], c[5] * scale[0]),
+                          pair_from_floats<T>(c[6] * scale[1], c[7] * scale[1])};
+    unsigned char* box = results + column / 64 * Shape::kQueryBox;
+    store_matrix(box + swizzle<128>(place + column % 64 * 2 + lane / 16 * 16), pairs);
+  }
+  __syncwarp();
+  constexpr int kPerRow = Shape::kHeadDim / 8;  // 16 bytes each
+  const int query = tile.query + warpgroup * 64 + warp * 16;
+  T* out =
+      args.out + ((static_cast<i64>(tile.batch) * args.q_len + query) * args.n_heads + tile.head) *
+                     Shape::kHeadDim;
+  const i64 stride = static_cast<i64>(args.n_heads) * Shape::kHeadDim;
+#pragma unroll
+  for (int i = lane; i < 16 * kPerRow; i += 32) {
+    const int row = i / kPerRow, chunk = i - row * kPerRow;
+    const unsigned char* box = results + chunk / 8 * Shape::kQueryBox;
+    const uint4 values = *reinterpret_cast<const uint4*>(
+        box + swizzle<128>((warp * 16 + row) * 128 + chunk % 8 * 16));
+    if (query + row >= 0) *reinterpret_cast<uint4*>(out + row * stride + chunk * 8) = values;
+  }
+  __syncwarp();
+}
+
+// Where nobody of a tile sees a key.
+template <typename Shape, typename Args>
+CUFUSE_DEVICE void store_zeros(const QueryTile<Shape>& tile, int warpgroup, const Args& args) {
+  constexpr int kPerRow = Shape::kHeadDim / 8;
+  for (int i = static_cast<int>(threadIdx.x % 128); i < 64 * kPerRow; i += 128) {
+    const int query = tile.query + warpgroup * 64 + i / kPerRow;
+    if (query < 0) continue;
+    const i64 row = (static_cast<i64>(tile.batch) * args.q_len + query) * args.n_heads + tile.head;
+    *reinterpret_cast<uint4*>(args.out + row * Shape::kHeadDim + i % kPerRow * 8) =
+        uint4{0, 0, 0, 0};
+  }
+}
+
+#endif  // sm_90a
+
+}  // namespace cufuse
