@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_timing import choose_device, samples_ms, write_row
 
-SIZES = {  # m x n x k
+SIZES: dict[str, tuple[tuple[int, ...], ...]] = {  # m x n x k
     "linear": (
         (8192, 8192, 8192),
         (4096, 4096, 4096),
@@ -104,7 +104,7 @@ def inputs(
     return [(made(m, k), made(n, k, scale=k**-0.5), made(n)) for _ in range(count)]
 
 
-def run(op: str, sizes: tuple[int, int, int], options: argparse.Namespace) -> None:
+def run(op: str, sizes: tuple[int, ...], options: argparse.Namespace) -> None:
     """Print the rows of one op and size."""
     m, n, k = sizes
     device, dtype = choose_device(options.device), getattr(torch, options.dtype)
