@@ -27,15 +27,8 @@ def fits(array: Array) -> bool:
 
     The last dimension has to be contiguous.
     """
-    itemsize = array.dtype.itemsize
-    pitches = [s for s, n in zip(array.strides[:-1], array.shape[:-1], strict=True) if n > 1]
-    return (
-        array.size > 0
-        and array.shape[-1] * itemsize % 16 == 0
-        and array.strides[-1] == itemsize
-        and device.address(array) % 16 == 0
-        and all(pitch >= 0 and pitch % 16 == 0 for pitch in pitches)
-    )
+    pitches_fit = _pitches_fit(array.dtype.itemsize, array.shape, array.strides)
+    return pitches_fit and device.address(array) % 16 == 0
 
 
 def rows(matrix: Array, box_rows: int, box_columns: int | None = None) -> bytes:
@@ -47,10 +40,15 @@ def rows(matrix: Array, box_rows: int, box_columns: int | None = None) -> bytes:
     Returns the 128 bytes of a TensorMap. Raises ValueError for what tensor copies cannot reach.
     """
     columns, itemsize = matrix.shape[-1], matrix.dtype.itemsize
-    n_rows = matrix.size // columns if columns else 0
     box_columns = 128 // itemsize if box_columns is None else box_columns
-    return boxes(
-        matrix.reshape(n_rows, columns), (box_rows, box_columns), swizzle=box_columns * itemsize
+    return _boxes(
+        device.kind(matrix),
+        device.address(matrix),
+        matrix.dtype,
+        (matrix.size // columns if columns else 0, columns),
+        (columns * itemsize, itemsize),
+        (box_rows, box_columns),
+        box_columns * itemsize,
     )
 
 
@@ -64,18 +62,45 @@ def boxes(array: Array, box: tuple[int, ...], *, swizzle: int) -> bytes:
     A box lies in shared memory line after line, its last dimension a line. Returns the 128 bytes of
     a TensorMap. Raises ValueError for what tensor copies cannot reach.
     """
-    if array.ndim not in _RANKS or len(box) != array.ndim:
+    kind, address = device.kind(array), device.address(array)
+    return _boxes(kind, address, array.dtype, array.shape, array.strides, box, swizzle)
+
+
+@functools.lru_cache(4096)
+def _pitches_fit(itemsize: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    pitches = [s for s, n in zip(strides[:-1], shape[:-1], strict=True) if n > 1]
+    return (
+        0 not in shape
+        and shape[-1] * itemsize % 16 == 0
+        and strides[-1] == itemsize
+        and all(pitch >= 0 and pitch % 16 == 0 for pitch in pitches)
+    )
+
+
+# A model's arrays come again with every step, and most with every layer: each is checked once.
+@functools.lru_cache(4096)
+def _boxes(
+    kind: str,
+    address: int,
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+) -> bytes:
+    ndim, itemsize = len(shape), dtype.itemsize
+    if ndim not in _RANKS or len(box) != ndim:
         raise ValueError(
-            f"tensor map: a box of {len(box)} dimensions in an array of {array.ndim}, wanted the "
+            f"tensor map: a box of {len(box)} dimensions in an array of {ndim}, wanted the "
             "same number, 2 to 4"
         )
-    if not fits(array):
+    if address % 16 or not _pitches_fit(itemsize, shape, strides):
         raise ValueError(
-            f"tensor map: array is {list(array.shape)} of {array.dtype.name} with strides of "
-            f"{list(array.strides)} bytes at {device.address(array):#x}, wanted rows of a multiple "
+            f"tensor map: array is {list(shape)} of {dtype.name} with strides of "
+            f"{list(strides)} bytes at {address:#x}, wanted rows of a multiple "
             "of 16 bytes at one of 16"
         )
-    line_bytes = box[-1] * array.dtype.itemsize
+    line_bytes = box[-1] * itemsize
     if any(not 1 <= n <= _MOST_BOX for n in box):
         raise ValueError(f"tensor map: a box of {list(box)}, wanted 1 to {_MOST_BOX} elements")
     if swizzle not in _SWIZZLES or line_bytes % 16 or (swizzle and line_bytes > swizzle):
@@ -83,23 +108,13 @@ def boxes(array: Array, box: tuple[int, ...], *, swizzle: int) -> bytes:
             f"tensor map: a line of {line_bytes} bytes with a swizzle of {swizzle}, wanted a "
             "multiple of 16 that fits a swizzle of 128, 64 or 32, or 0"
         )
-    encode = _encode_twin if device.kind(array) == "twin" else _encode
     # The driver counts dimensions from the innermost; one of size 1 may have any pitch.
-    contiguous = [math.prod(array.shape[i + 1 :]) * array.dtype.itemsize for i in range(array.ndim)]
-    pitches = [
-        contiguous[i] if array.shape[i] == 1 else array.strides[i] for i in range(array.ndim - 1)
-    ]
-    return encode(
-        device.address(array),
-        array.dtype,
-        tuple(reversed(array.shape)),
-        tuple(reversed(pitches)),
-        tuple(reversed(box)),
-        swizzle,
-    )
+    contiguous = [math.prod(shape[i + 1 :]) * itemsize for i in range(ndim)]
+    pitches = [contiguous[i] if shape[i] == 1 else strides[i] for i in range(ndim - 1)]
+    encode = _encode_twin if kind == "twin" else _encode
+    return encode(address, dtype, shape[::-1], tuple(reversed(pitches)), box[::-1], swizzle)
 
 
-@functools.lru_cache(4096)
 def _encode(
     address: int,
     dtype: np.dtype,
@@ -133,7 +148,6 @@ def _encode(
     return made.tobytes()
 
 
-@functools.lru_cache(4096)
 def _encode_twin(
     address: int,
     dtype: np.dtype,

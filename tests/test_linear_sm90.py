@@ -252,6 +252,24 @@ def test_a_map_says_what_it_wants():
         tensor_map.rows(device.twin(np.zeros((4, 8), np.float16)), 257)
 
 
+def test_a_map_is_of_the_array_at_hand():
+    """Maps are kept: what any of them was made of makes another one."""
+    x = device.twin(np.zeros((8, 64), np.float16))
+    made = [
+        tensor_map.rows(x, 4),
+        tensor_map.rows(x, 8),
+        tensor_map.rows(x, 4, 32),
+        tensor_map.rows(x[4:], 4),
+        tensor_map.rows(x.view(device.bfloat16), 4),
+        tensor_map.rows(x.reshape(16, 32), 4, 32),
+        tensor_map.boxes(x[:, :32], (4, 32), swizzle=64),
+        tensor_map.boxes(x[:, :32], (4, 32), swizzle=0),
+    ]
+    assert len(set(made)) == len(made) - 1  # the twin takes both 16-bit types alike
+    assert tensor_map.rows(x.reshape(2, 4, 64), 4) == made[0]
+    assert not tensor_map.fits(x[:, 4:]) and not tensor_map.fits(x[:0]) and tensor_map.fits(x[1:])
+
+
 def test_shared_bytes_are_those_of_the_kernel():
     tile = TILES["largest"]
     assert tile.shared_bytes(2) == 4 * (384 * 128 + 16) + 4 * (8192 + 8)
