@@ -8,7 +8,10 @@ On sm_90a both have a `WarpgroupTile` (device/warpgroup_tiles.cuh).
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -191,13 +194,22 @@ class WarpgroupTile:
         """Tell whether every CTA of a cluster has a part of K."""
         return -(-k // 64) >= self.split
 
+    def fits(self, target: Target, k: int) -> bool:
+        """Tell whether it takes K and a CTA's shared memory holds it."""
+        return self.takes(k) and self.shared_bytes(2) <= target.shared_bytes
+
+    def work(self, target: Target, m: int, n_weight_rows: int, k: int) -> tuple[int, int]:
+        """Blocks of K that the CTA with the most tiles multiplies, and finishes that cost it time.
+
+        Of teams only the last one's does.
+        """
+        tiles = -(-self.count(m, n_weight_rows) * self.split // target.sm_count)
+        return tiles * -(-k // (64 * self.split)), tiles if self.teams == 1 else 1
+
     def launch_ns(self, target: Target, m: int, n_weight_rows: int, k: int) -> int:
         """What the CTA with the most tiles takes, or reading the weights."""
-        tiles = -(-self.count(m, n_weight_rows) * self.split // target.sm_count)
-        finishes = tiles if self.teams == 1 else 1
-        blocks = -(-k // (64 * self.split))
-        read_ns = n_weight_rows * k * 2 // _BYTES_PER_NS
-        return max(tiles * blocks * self.block_ns, read_ns) + finishes * self.finish_ns
+        blocks, finishes = self.work(target, m, n_weight_rows, k)
+        return max(blocks * self.block_ns, read_ns(n_weight_rows, k)) + finishes * self.finish_ns
 
     def launch_shape(
         self, target: Target, m: int, n_weight_rows: int, itemsize: int
@@ -267,11 +279,30 @@ _WARPGROUPS_OF_FEW = (
     WarpgroupTile(8, 128, 2, 13, 8, 1, 1, 150, 800),
     WarpgroupTile(8, 64, 1, 24, 8, 1, 1, 125, 700),
 )
+WARPGROUP_TILES = (*_WARPGROUPS, *_WARPGROUPS_OF_FEW)
 _BYTES_PER_NS = 4300  # that an H200 reads
 _PACKED_FFMA = (
     MatmulTile(128, 128, 16, 4, 2, 2, 1.0),
     MatmulTile(64, 64, 16, 2, 2, 2, 0.6),
 )
+
+
+def read_ns(n_weight_rows: int, k: int) -> int:
+    """What reading a weight of 16-bit values from memory takes."""
+    return n_weight_rows * k * 2 // _BYTES_PER_NS
+
+
+_only: contextvars.ContextVar[WarpgroupTile | None] = contextvars.ContextVar("only", default=None)
+
+
+@contextlib.contextmanager
+def only(tile: WarpgroupTile) -> Iterator[None]:
+    """Inside the block, let all products that warpgroups can take have one tile, few rows too."""
+    token = _only.set(tile)
+    try:
+        yield
+    finally:
+        _only.reset(token)
 
 
 @functools.cache
@@ -285,7 +316,6 @@ def target_of(like: device.Array) -> Target:
     return _gpu_target(like.device.id) if device.kind(like) == "cupy" else TWIN
 
 
-@functools.cache
 def choose(
     op: str,
     target: Target,
@@ -302,9 +332,26 @@ def choose(
     norm: x is normalised on the way in, which of few rows is a part of the product
     tensor_copies: they can reach x and w
     """
+    return _choose(op, target, m, n, k, dtype, norm, tensor_copies, _only.get())
+
+
+@functools.cache
+def _choose(
+    op: str,
+    target: Target,
+    m: int,
+    n: int,
+    k: int,
+    dtype: Any,
+    norm: bool,
+    tensor_copies: bool,
+    forced: WarpgroupTile | None,
+) -> Tile:
     itemsize = np.dtype(dtype).itemsize
     n_weight_rows = n * WEIGHT_ROWS[op]
     takes = tensor_copies and _take_warpgroups(op, target, k, itemsize)
+    if takes and forced is not None and forced.fits(target, k):
+        return forced
     if m <= MAX_ROWS:
         # Below, a warp for each weight row keeps more of the GPU busy.
         busy = -(-n_weight_rows // 64) * 8 >= target.sm_count * 3
@@ -325,7 +372,6 @@ def choose_warps(op: str, target: Target, m: int, n: int, itemsize: int) -> Matm
     return _cheapest(shapes, target, m, n * WEIGHT_ROWS[op], itemsize)
 
 
-@functools.cache
 def choose_packed(
     op: str,
     target: Target,
@@ -337,12 +383,28 @@ def choose_packed(
     tensor_copies: bool = True,
 ) -> PackedTile:
     """Choose the tile of x [m, k] times a packed weight [n_weight_rows, k], or two of half that."""
+    return _choose_packed(op, target, m, n_weight_rows, k, dtype, tensor_copies, _only.get())
+
+
+@functools.cache
+def _choose_packed(
+    op: str,
+    target: Target,
+    m: int,
+    n_weight_rows: int,
+    k: int,
+    dtype: Any,
+    tensor_copies: bool,
+    forced: WarpgroupTile | None,
+) -> PackedTile:
     itemsize = np.dtype(dtype).itemsize
+    takes = tensor_copies and _take_warpgroups(op, target, k, itemsize)
+    if takes and forced is not None and forced.fits(target, k):
+        return forced
     if m <= MAX_ROWS:
         tile = _packed_rows_tile(target, m, k, itemsize)
         if tile is not None:
             return tile
-    takes = tensor_copies and _take_warpgroups(op, target, k, itemsize)
     by_warpgroups = _fastest(_WARPGROUPS, target, m, n_weight_rows, k) if takes else None
     if by_warpgroups is not None:
         return by_warpgroups
@@ -358,9 +420,7 @@ def _take_warpgroups(op: str, target: Target, k: int, itemsize: int) -> bool:
 def _fastest(
     shapes: tuple[WarpgroupTile, ...], target: Target, m: int, n_weight_rows: int, k: int
 ) -> WarpgroupTile | None:
-    fitting = [
-        tile for tile in shapes if tile.takes(k) and tile.shared_bytes(2) <= target.shared_bytes
-    ]
+    fitting = [tile for tile in shapes if tile.fits(target, k)]
     if not fitting:
         return None
     return min(fitting, key=lambda tile: tile.launch_ns(target, m, n_weight_rows, k))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 
@@ -35,21 +36,18 @@ TILES = {
 
 @pytest.fixture
 def by_warpgroups(monkeypatch):
-    """Let the twin take one tile of sm_90a, for any number of rows that are not few."""
+    """Let the twin take one tile of sm_90a, for any number of rows."""
+    with contextlib.ExitStack() as forced:
 
-    def take(name, ctas=4):
-        tile = TILES[name]
-        target = tiles.Target("90a", ctas, 227 * 1024)
-        monkeypatch.setattr(tiles, "TWIN", target)
-        monkeypatch.setattr(tiles, "_WARPGROUPS", (tile,))
-        for choose in (tiles.choose, tiles.choose_packed):
-            choose.cache_clear()
-        assert tiles.choose("linear", target, 9, 8, 256, np.dtype(bfloat16)) is tile
-        return tile
+        def take(name, ctas=4):
+            tile = TILES[name]
+            target = tiles.Target("90a", ctas, 227 * 1024)
+            monkeypatch.setattr(tiles, "TWIN", target)
+            forced.enter_context(tiles.only(tile))
+            assert tiles.choose("linear", target, 9, 8, 256, np.dtype(bfloat16)) is tile
+            return tile
 
-    yield take
-    for choose in (tiles.choose, tiles.choose_packed):
-        choose.cache_clear()
+        yield take
 
 
 def inputs(rng, m, n, k, dtype):
@@ -293,23 +291,12 @@ GPU_SHAPES = [
 
 
 @pytest.fixture
-def on_gpu(monkeypatch):
-    """Let the GPU take one tile for any number of rows; skip where it has no warpgroups."""
+def on_gpu():
+    """Skip where the GPU has no warpgroups."""
     import cupy
 
     if tiles.target_of(cupy.empty(1)).arch != "90a":
         pytest.skip("needs sm_90a")
-
-    def take(tile=None):
-        if tile is not None:
-            monkeypatch.setattr(tiles, "_WARPGROUPS", (tile,))
-        monkeypatch.setattr(tiles, "MAX_ROWS", 0)
-        for choose in (tiles.choose, tiles.choose_packed):
-            choose.cache_clear()
-
-    yield take
-    for choose in (tiles.choose, tiles.choose_packed):
-        choose.cache_clear()
 
 
 @pytest.mark.gpu
@@ -317,16 +304,16 @@ def on_gpu(monkeypatch):
 @LAYOUT
 @pytest.mark.parametrize("m, n, k", GPU_SHAPES)
 @pytest.mark.parametrize(
-    "tile", tiles._WARPGROUPS, ids=lambda tile: "-".join(map(str, tile.template))
+    "tile", tiles.WARPGROUP_TILES, ids=lambda tile: "-".join(map(str, tile.template))
 )
 def test_every_tile_on_the_gpu(on_gpu, rng, tile, m, n, k, packed, dtype):
     import cupy
 
     if not tile.takes(k):
         k = 64 * tile.split
-    on_gpu(tile)
-    check_linear(rng, m, n, k, dtype, packed=packed, to=cupy.asarray)
-    check_gated(rng, m, n, k, dtype, packed=packed, to=cupy.asarray)
+    with tiles.only(tile):
+        check_linear(rng, m, n, k, dtype, packed=packed, to=cupy.asarray)
+        check_gated(rng, m, n, k, dtype, packed=packed, to=cupy.asarray)
 
 
 @pytest.mark.gpu
@@ -335,7 +322,6 @@ def test_every_tile_on_the_gpu(on_gpu, rng, tile, m, n, k, packed, dtype):
 def test_every_activation_on_the_gpu(on_gpu, rng, activation, dtype):
     import cupy
 
-    on_gpu()
     for m, n, k in ((130, 3420, 1032), (513, 131, 328)):
         check_linear(rng, m, n, k, dtype, activation=activation, to=cupy.asarray)
         check_gated(rng, m, n, k, dtype, activation=activation, packed=True, to=cupy.asarray)
@@ -345,7 +331,6 @@ def test_every_activation_on_the_gpu(on_gpu, rng, activation, dtype):
 def test_clamped_gates_on_the_gpu(on_gpu, rng):
     import cupy
 
-    on_gpu()
     check_gated(rng, 130, 264, 520, bfloat16, limit=0.7, packed=True, to=cupy.asarray)
 
 
@@ -357,7 +342,6 @@ def test_clamped_gates_on_the_gpu(on_gpu, rng):
 def test_a_captured_product_has_the_same_bits(on_gpu, rng, m, n, k, packed):
     import cupy
 
-    on_gpu()
     a = {name: cupy.asarray(v) for name, v in inputs(rng, m, n, k, bfloat16).items()}
     w = pack(a["w"]) if packed else a["w"]
     out = poisoned((m, n), bfloat16, cupy.asarray)

@@ -168,15 +168,10 @@ def check_warpgroup_tiles(tile=(64, 128, 2, 2, 8, 1, 1), packed=False, residual=
     """Check an op whose tile, on a GPU of two SMs, is one of sm_90a."""
     tile = tiles.WarpgroupTile(*tile, 1, 1)
     target = tiles.Target("90a", 2, 227 * 1024)
-    with pytest.MonkeyPatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched, tiles.only(tile):
         patched.setattr(tiles, "TWIN", target)
-        patched.setattr(tiles, "_WARPGROUPS", (tile,))
-        for choose in (tiles.choose, tiles.choose_packed):
-            choose.cache_clear()
         check = check_packed if packed else check_added if residual else check_linear
         check(70, 264, 392)
-    for choose in (tiles.choose, tiles.choose_packed):
-        choose.cache_clear()
 
 
 def check_warpgroup_residual():
