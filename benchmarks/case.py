@@ -128,10 +128,19 @@ class Case:
         for name in (*self.outputs(), *self.between()):
             verify.poison(a[name])
         getattr(self, engine)(a)
+        return self.require(
+            {name: verify.to_numpy(a[name]) for name in (*self.inputs(), *self.outputs())}, engine
+        )
+
+    def require(self, host: Arrays, engine: str, how: str = "") -> float:
+        """Return the error of some rows of a result; raises VerificationError if it is too large.
+
+        host: inputs and outputs
+        how: what was done in particular, for the message
+        """
         rng = np.random.default_rng(0)
         rows = verify.sample(self.size["m"], _SAMPLED_ROWS, rng)
-        host = {name: verify.to_numpy(a[name]) for name in (*self.inputs(), *self.outputs())}
-        what = f"{self.name} {'x'.join(map(str, self.sizes))}, {engine}, {self.dtype}"
+        what = f"{self.name} {'x'.join(map(str, self.sizes))}, {engine}, {self.dtype}{how}"
         return verify.require(what, self.error(host, rows, rng), self.limit(engine))
 
     def columns(self, n: int, rng: np.random.Generator) -> np.ndarray:
@@ -161,7 +170,7 @@ def run_on_gpu(
     # A large product's speed is quoted as libraries quote theirs, of single calls; what waits for
     # memory is measured as a model does it, one after the other.
     timed = timing.alone if case.compute_bound else timing.in_graph
-    cublas_ms = _cublas_ms(case, sets, repetitions, timed)
+    product_ms = cublas_ms(case, sets, repetitions, timed)
     for engine in engines:
         if engine not in ("unfused", "fused"):
             continue
@@ -191,7 +200,7 @@ def run_on_gpu(
             pct_ceiling=(
                 100 * ceilings.read_ms(case.needed_bytes, gpu) / ms if memory_bound else None
             ),
-            x_cublas=None if cublas_ms is None else cublas_ms / ms,
+            x_cublas=None if product_ms is None else product_ms / ms,
             max_rel_err=error,
             std=quoted.std,
             samples=list(quoted.samples),
@@ -246,7 +255,7 @@ def double(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float64)
 
 
-def _cublas_ms(
+def cublas_ms(
     case: Case, sets: list[Arrays], repetitions: int, timed: Callable[..., timing.Timing]
 ) -> float | None:
     """Time the bare product by cuBLAS; None where CuPy finds no cuBLAS."""

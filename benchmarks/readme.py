@@ -1,7 +1,7 @@
 """Write the README's tables from `results/*.jsonl`: `python -m cufuse.benchmarks.readme`.
 
-Of each case the newest row counts, and only rows measured on a GPU. `--check` writes nothing and
-exits with 1 when the README is not what the results make it.
+Of each case the newest row counts, and only rows measured on a GPU, those of sweeps left out.
+`--check` writes nothing and exits with 1 when the README is not what the results make it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def newest(found: Sequence[Row]) -> list[Row]:
     latest = {
         (r.gpu, r.op, r.sizes, r.model, r.note, r.dtype, r.batch, r.test, r.engine): r
         for r in found
-        if r.gpu
+        if r.gpu and r.test != rows.SWEEP
     }
     ops, engines = list(cases()), list(ENGINES)
 

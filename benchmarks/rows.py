@@ -15,17 +15,19 @@ from typing import Any
 from cufuse import __version__, device
 
 FORMATS = ("md", "csv", "json", "jsonl")
+SWEEP = "sweep"  # the test of a row that one tile of many has
 
 
 @dataclass(frozen=True)
 class Row:
     """What was run and what came out. What does not apply or was not measured is None."""
 
-    test: str  # "op", or as llama-bench writes it: "tg128 @ d512", "pp512"
+    test: str  # "op", "sweep", or as llama-bench writes it: "tg128 @ d512", "pp512"
     engine: str  # "reference", "unfused", "fused" or "mega"
     dtype: str
     op: str | None = None
     sizes: str | None = None  # of the op: "m x n x k" in numbers
+    tile: str | None = None  # of a sweep
     model: str | None = None
     size_bytes: int | None = None  # of the model's weights
     n_parameters: int | None = None
@@ -179,11 +181,25 @@ PROMPT_COLUMNS: tuple[Column, ...] = (
     ("max err", lambda r: _error(r.max_rel_err)),
 )
 
-TABLES = (OP_COLUMNS, DECODE_COLUMNS, PROMPT_COLUMNS)
+SWEEP_COLUMNS: tuple[Column, ...] = (
+    ("op", lambda r: r.op or ""),
+    ("sizes", lambda r: r.sizes or ""),
+    ("dtype", lambda r: r.dtype),
+    ("tile", lambda r: r.tile or ""),
+    ("us alone", lambda r: _us(r.ms_alone)),
+    ("speed", _speed),
+    ("x cuBLAS", lambda r: number(r.x_cublas)),
+    ("max err", lambda r: _error(r.max_rel_err)),
+    ("", lambda r: r.note or ""),
+)
+
+TABLES = (OP_COLUMNS, DECODE_COLUMNS, PROMPT_COLUMNS, SWEEP_COLUMNS)
 
 
 def columns(row: Row) -> tuple[Column, ...]:
     """Return the columns of the table that a row belongs to, one of TABLES."""
+    if row.test == SWEEP:
+        return SWEEP_COLUMNS
     if row.op:
         return OP_COLUMNS
     return PROMPT_COLUMNS if row.test.startswith("pp") else DECODE_COLUMNS

@@ -19,6 +19,7 @@ from cufuse.benchmarks.catalogue import cases
 from cufuse.benchmarks.decode import Decode
 from cufuse.benchmarks.prompt import Prompt
 from cufuse.benchmarks.rows import FORMATS, Row, Writer, save, stamp
+from cufuse.benchmarks.sweep import OPS, Sweep, report, shapes
 from cufuse.cli._errors import NOT_AVAILABLE, USAGE, Failure
 from cufuse.cli._options import (
     device_option,
@@ -53,6 +54,7 @@ Examples:
   cufuse bench linear --size 1x4096x4096         one op, one size
   cufuse bench decode --model qwen3-0.6b -d 512-2048+512 -o jsonl
   cufuse bench decode --model llama-3.2-1b -p 512,2048 -n 0
+  cufuse bench linear --sweep --size 512x4096x4096 --size 512x2048x8192
 """
 )
 @click.argument("name", required=False)
@@ -116,6 +118,13 @@ Examples:
     help="Samples to take.",
 )
 @click.option("--size", "sizes", multiple=True, help="Sizes of the op NAME, such as 1x4096x4096.")
+@click.option(
+    "--sweep",
+    "sweeps",
+    is_flag=True,
+    help="Time every tile that linear or gated_linear could take on an sm_90a GPU, on the sizes of "
+    "the benchmark and of two models or on --size, and print the table of tiles.py that follows.",
+)
 @device_option
 @format_option()
 @click.option(
@@ -142,6 +151,7 @@ def bench(
     prompt: Sequence[int] | None,
     repetitions: int,
     sizes: Sequence[str],
+    sweeps: bool,
     device_name: str,
     output: str,
     second: str | None,
@@ -158,11 +168,16 @@ def bench(
     wrong one exits with 3. Without a GPU launches and bytes are counted and the NumPy reference is
     timed; with --device cpu-kernels the kernels are checked as well. What mega cannot run is left
     out with a line on stderr: it takes dense decoders and one sequence.
+
+    With --sweep every tile has a row, timed alone, and the tile that is chosen and the fastest one
+    say so; the fitted table follows the rows, on stderr unless they are Markdown.
     """
+    if sweeps:
+        _check_sweep(name, dtypes, bool(engine_names), plot)
     where = resolve_device(device_name)
     chosen = tuple(engine_names) or ENGINES
     kinds = list(dtypes) or [device.bfloat16]
-    ops = _ops(name, sizes, kinds, where, bool(model_names))
+    ops = _ops(name, sizes, kinds, where, bool(model_names), sweeps)
     on_gpu = where == "cuda"
     if min(batch) < 1:
         raise click.BadParameter("a batch has at least 1 sequence", ctx, param_hint="--batch")
@@ -179,6 +194,10 @@ def bench(
         _check_plot(plot)
     _announce(where)
     common: dict[str, Any] = {"repetitions": repetitions, "checked": not no_verify}
+    sweep = None
+    if sweeps and name:
+        _check_warpgroups(where)
+        sweep = Sweep(name, log=lambda line: click.echo(line, err=True), **common)
     skipped: list[str] = []
 
     def skip(why: str) -> None:
@@ -187,6 +206,9 @@ def bench(
             click.echo(f"{why}; left out", err=True)
 
     def rows() -> Iterator[Row]:
+        if sweep:
+            yield from sweep.rows(ops)
+            return
         for one in ops:
             if on_gpu:
                 yield from case.run_on_gpu(one, chosen, **common)
@@ -228,6 +250,8 @@ def bench(
         raise Failure(f"nothing to measure: {skipped[-1]}", NOT_AVAILABLE)
     if not made:
         raise Failure(f"nothing to measure with engine {', '.join(chosen)} on {where}", USAGE)
+    if sweep:
+        click.echo(f"\n{report(sweep.measured, sweep.target)}", err=output != "md")
     if plot:
         from cufuse.benchmarks.plot import draw
 
@@ -241,6 +265,7 @@ def _ops(
     kinds: Sequence[np.dtype],
     where: str,
     has_models: bool,
+    sweeps: bool,
 ) -> list[case.Case]:
     """Choose the ops to run."""
     if name is not None and name not in ("ops", "decode", *cases()):
@@ -259,12 +284,47 @@ def _ops(
             "cpu": kind.cpu_sizes,
             "cpu-kernels": (kind.small_size,),
         }[where]
+        if sweeps:
+            standard = tuple(shapes(kind.name))
         try:
             wanted = [case.parse_sizes(text) for text in sizes] or standard
             made += [kind(size, dtype) for dtype in kinds for size in wanted]
+            for one in made if sweeps else ():
+                if one.size["k"] % 8:
+                    raise ValueError(f"k is {one.size['k']}, wanted a multiple of 8 for --sweep")
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--size") from error
     return made
+
+
+def _check_sweep(
+    name: str | None, dtypes: Sequence[np.dtype], has_engines: bool, plot: Path | None
+) -> None:
+    """Refuse what a sweep does not know."""
+    if name not in OPS:
+        raise click.UsageError(f"--sweep needs the name {' or '.join(OPS)}.")
+    if has_engines or plot:
+        raise click.UsageError(
+            f"--sweep times tiles of one kernel; {'--plot' if plot else '--engine'} does not go "
+            "with it."
+        )
+    if any(dtype.itemsize != 2 for dtype in dtypes):
+        raise click.UsageError(
+            "--sweep is for bfloat16 and float16: warpgroups multiply no others."
+        )
+
+
+def _check_warpgroups(where: str) -> None:
+    """Raise Failure where no warpgroups multiply."""
+    why = device.gpu_problem() if where != "cuda" else None
+    if where == "cuda":
+        gpu = device.gpu_info()
+        if gpu.arch == "90a":
+            return
+        why = f"{gpu.name} is sm_{gpu.arch}"
+    raise Failure(
+        f"--sweep needs a GPU of sm_90a: {why or f'--device {where} is none'}", NOT_AVAILABLE
+    )
 
 
 def _unknown(name: str) -> str:
