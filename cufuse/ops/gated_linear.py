@@ -86,9 +86,7 @@ def gated_linear(
     template = _matmul.gate_template(activation, limit)
     if is_packed:
         file = "fused/packed_gated_linear.cu"
-        _matmul.multiply_packed(
-            bound, y, file, "gated", template, w_gate, args, norm, stream
-        )
+        _matmul.multiply_packed(bound, y, file, "gated", template, w_gate, args, norm, stream)
         return y
     weights = {"w_gate": bound["w_gate"], "w_up": bound["w_up"]}
     _matmul.multiply(bound, y, "gated", template, weights, args, norm, stream)

@@ -26,13 +26,15 @@ struct AttentionShape {
   static constexpr int kQueryBox = 64 * 128, kKeyBox = kKeys * 128;
   static constexpr int kQueryBytes = kBoxes * kQueryBox;  // of a warpgroup
   static constexpr int kBlockBytes = kBoxes * kKeyBox;
-  static constexpr int kKeysAt = kWarpgroups * kQueryBytes;
+  static constexpr int kTileBytes = kWarpgroups * kQueryBytes;
+  // The next tile's queries are copied ahead where there is room.
+  static constexpr int kRingBytes = 2 * kStages * kBlockBytes;
+  static constexpr int kQueryStages = 2 * kTileBytes + kRingBytes + 1024 <= 227 * 1024 ? 2 : 1;
+  static constexpr int kKeysAt = kQueryStages * kTileBytes;
   static constexpr int kValuesAt = kKeysAt + kStages * kBlockBytes;
-  // Results wait where the queries were if there is no room beside them.
-  static constexpr int kResultsAt = kValuesAt + kStages * kBlockBytes;
-  static constexpr bool kOwnResults = kResultsAt + kKeysAt + 1024 <= 227 * 1024;
-  static constexpr int kBarriersAt = kResultsAt + (kOwnResults ? kKeysAt : 0);
-  static constexpr int kSharedBytes = kBarriersAt + (4 * kStages + 2 * kWarpgroups) * 8;
+  static constexpr int kBarriersAt = kKeysAt + kRingBytes;
+  static constexpr int kBarriers = 4 * kStages + 2 * kQueryStages * kWarpgroups;
+  static constexpr int kSharedBytes = kBarriersAt + kBarriers * 8;
   // What 64 K registers leave: the warpgroup that copies needs few.
   static constexpr int kFew = kWarpgroups == 2 ? 24 : 32;
   static constexpr int kMany = kWarpgroups == 2 ? 240 : 160;
@@ -46,6 +48,8 @@ enum class Logits { scaled, any };
 // Warpgroups issue their products when they can, or in turns: while one has the tensor cores, the
 // others take their softmax.
 enum class Turns { free, fixed };
+// Whose maximum is taken: each block's, or the first one's, and others' when weights overflow.
+enum class Maxima { all, first };
 
 #if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -53,15 +57,14 @@ enum class Turns { free, fixed };
 template <typename Shape>
 struct AttentionMemory {
   using Cursor = RingCursor<Shape::kStages>;
+  using QueryCursor = RingCursor<Shape::kQueryStages>;
 
   static CUFUSE_DEVICE unsigned char* at(int byte) {
     return dynamic_shared<unsigned char>() + byte;
   }
-  static CUFUSE_DEVICE unsigned char* queries(int warpgroup) {
-    return at(warpgroup * Shape::kQueryBytes);
-  }
-  static CUFUSE_DEVICE unsigned char* results(int warpgroup) {
-    return at((Shape::kOwnResults ? Shape::kResultsAt : 0) + warpgroup * Shape::kQueryBytes);
+  // Of a warpgroup; its results wait there too, for the threads that store them.
+  static CUFUSE_DEVICE unsigned char* queries(const QueryCursor& cursor, int warpgroup) {
+    return at(cursor.stage * Shape::kTileBytes + warpgroup * Shape::kQueryBytes);
   }
   static CUFUSE_DEVICE unsigned char* keys(const Cursor& cursor) {
     return at(Shape::kKeysAt + cursor.stage * Shape::kBlockBytes);
@@ -76,11 +79,11 @@ struct AttentionMemory {
   static CUFUSE_DEVICE u64* keys_empty(int stage) { return barrier(Shape::kStages + stage); }
   static CUFUSE_DEVICE u64* values_full(int stage) { return barrier(2 * Shape::kStages + stage); }
   static CUFUSE_DEVICE u64* values_empty(int stage) { return barrier(3 * Shape::kStages + stage); }
-  static CUFUSE_DEVICE u64* queries_full(int warpgroup) {
-    return barrier(4 * Shape::kStages + warpgroup);
+  static CUFUSE_DEVICE u64* queries_full(int stage, int warpgroup) {
+    return barrier(4 * Shape::kStages + 2 * stage * Shape::kWarpgroups + warpgroup);
   }
-  static CUFUSE_DEVICE u64* queries_empty(int warpgroup) {
-    return barrier(4 * Shape::kStages + Shape::kWarpgroups + warpgroup);
+  static CUFUSE_DEVICE u64* queries_empty(int stage, int warpgroup) {
+    return queries_full(stage, Shape::kWarpgroups + warpgroup);
   }
 
   // By one thread, before a barrier of the CTA.
@@ -91,9 +94,11 @@ struct AttentionMemory {
       mbarrier_init(values_full(stage), 1);
       mbarrier_init(values_empty(stage), Shape::kWarpgroups * 4);
     }
-    for (int warpgroup = 0; warpgroup < Shape::kWarpgroups; ++warpgroup) {
-      mbarrier_init(queries_full(warpgroup), 1);
-      mbarrier_init(queries_empty(warpgroup), 4);
+    for (int stage = 0; stage < Shape::kQueryStages; ++stage) {
+      for (int warpgroup = 0; warpgroup < Shape::kWarpgroups; ++warpgroup) {
+        mbarrier_init(queries_full(stage, warpgroup), 1);
+        mbarrier_init(queries_empty(stage, warpgroup), 4);
+      }
     }
     fence_mbarrier_init();
   }
@@ -143,19 +148,26 @@ struct QueryTiles {
 
   // Tiles of a head end with its last query, and those that see most keys come first. CTAs take
   // them to and fro, so that each has some of all lengths; neighbours in time share keys and
-  // values. `same` is what makes a number the same for all who take.
-  template <typename Args, typename F>
-  CUFUSE_DEVICE bool take(const Args& args, QueryTile<Shape>& tile, F same) {
+  // values. Whether there is one more, and where its queries are.
+  template <typename Args>
+  CUFUSE_DEVICE bool find(const Args& args, QueryTile<Shape>& tile) const {
     const int heads = args.batch * args.n_heads;
     const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
     const int index = round * ctas + (round % 2 == 0 ? cta : ctas - 1 - cta);
     if (index >= heads * per_head) return false;
-    ++round;
     const int from_end = index / heads;
     const int head = index - from_end * heads;
     tile.batch = head / args.n_heads;
     tile.head = head - tile.batch * args.n_heads;
     tile.query = args.q_len - (from_end + 1) * Shape::kQueries;
+    return true;
+  }
+
+  // Take it. `same` is what makes a number the same for all who do.
+  template <typename Args, typename F>
+  CUFUSE_DEVICE bool take(const Args& args, QueryTile<Shape>& tile, F same) {
+    if (!find(args, tile)) return false;
+    ++round;
     if (tile.batch != batch) {
       batch = tile.batch;
       start = same(args.start ? args.start[batch] : args.default_start);
@@ -190,11 +202,28 @@ template <typename Shape, typename Args>
 CUFUSE_DEVICE void copy_for_attention(const Args& args) {
   using Memory = AttentionMemory<Shape>;
   typename Memory::Cursor key_cursor, value_cursor;
+  typename Memory::QueryCursor query_cursor;
   QueryTiles<Shape> tiles(args);
   QueryTile<Shape> tile;
-  u32 empty = 1;
+  const auto copy_queries = [&] {
+    QueryTile<Shape> next;
+    if (!tiles.find(args, next)) return;
+#pragma unroll 1
+    for (int warpgroup = 0; warpgroup < Shape::kWarpgroups; ++warpgroup) {
+      mbarrier_wait(Memory::queries_empty(query_cursor.stage, warpgroup), query_cursor.round ^ 1);
+      u64* full = Memory::queries_full(query_cursor.stage, warpgroup);
+      mbarrier_arrive_expect_tx(full, Shape::kQueryBytes);
+      unsigned char* to = Memory::queries(query_cursor, warpgroup);
+#pragma unroll
+      for (int box = 0; box < Shape::kBoxes; ++box) {
+        copy_tensor(to + box * Shape::kQueryBox, args.q_map, full, box * 64,
+                    next.query + warpgroup * 64, next.head, next.batch);
+      }
+    }
+    query_cursor.template advance<1>();
+  };
+  copy_queries();
   while (tiles.take(args, tile, [](int v) { return v; })) {
-    if (tile.blocks == 0) continue;
     const int kv_head = tile.head / (args.n_heads / args.n_kv_heads);
     const auto copy_block = [&](unsigned char* to, const TensorMap& map, u64* full, int block) {
       mbarrier_arrive_expect_tx(full, Shape::kBlockBytes);
@@ -204,31 +233,22 @@ CUFUSE_DEVICE void copy_for_attention(const Args& args) {
         copy_tensor(to + box * Shape::kKeyBox, map, full, box * 64, key, kv_head, tile.batch);
       }
     };
-    const auto copy_keys = [&](int block) {
-      mbarrier_wait(Memory::keys_empty(key_cursor.stage), key_cursor.round ^ 1);
-      copy_block(Memory::keys(key_cursor), args.k_map, Memory::keys_full(key_cursor.stage), block);
-      key_cursor.template advance<1>();
-    };
-    copy_keys(0);
+    // The first keys, then keys and the values before them; the next queries when others can wait.
 #pragma unroll 1
-    for (int warpgroup = 0; warpgroup < Shape::kWarpgroups; ++warpgroup) {
-      mbarrier_wait(Memory::queries_empty(warpgroup), empty);
-      u64* full = Memory::queries_full(warpgroup);
-      mbarrier_arrive_expect_tx(full, Shape::kQueryBytes);
-#pragma unroll
-      for (int box = 0; box < Shape::kBoxes; ++box) {
-        copy_tensor(Memory::queries(warpgroup) + box * Shape::kQueryBox, args.q_map, full, box * 64,
-                    tile.query + warpgroup * 64, tile.head, tile.batch);
+    for (int block = 0; block <= tile.blocks; ++block) {
+      if (block < tile.blocks) {
+        mbarrier_wait(Memory::keys_empty(key_cursor.stage), key_cursor.round ^ 1);
+        copy_block(Memory::keys(key_cursor), args.k_map, Memory::keys_full(key_cursor.stage),
+                   block);
+        key_cursor.template advance<1>();
       }
-    }
-    empty ^= 1;
-#pragma unroll 1
-    for (int block = 0; block < tile.blocks; ++block) {
-      if (block + 1 < tile.blocks) copy_keys(block + 1);
-      mbarrier_wait(Memory::values_empty(value_cursor.stage), value_cursor.round ^ 1);
-      copy_block(Memory::values(value_cursor), args.v_map, Memory::values_full(value_cursor.stage),
-                 block);
-      value_cursor.template advance<1>();
+      if (block > 0) {
+        mbarrier_wait(Memory::values_empty(value_cursor.stage), value_cursor.round ^ 1);
+        copy_block(Memory::values(value_cursor), args.v_map,
+                   Memory::values_full(value_cursor.stage), block - 1);
+        value_cursor.template advance<1>();
+      }
+      if (block == (Shape::kQueryStages == 1 ? tile.blocks : min(tile.blocks, 1))) copy_queries();
     }
   }
 }
@@ -334,10 +354,10 @@ CUFUSE_DEVICE void finish_logits(float (&logits)[kCount], const Args& args) {
   }
 }
 
-// Logits become weights, `top` and `total` follow. Returns by what the sums have to be multiplied
-// in `rescale`, and whether anything of the warp has to.
+// Where a block's logits are higher than `top`, but for kSlack, that becomes their maximum. Returns
+// by what a row's sums and totals have to be multiplied, and whether anything of the warp has to.
 template <typename Shape>
-CUFUSE_DEVICE bool take_softmax(AttentionState<Shape>& state, float factor, float (&rescale)[2]) {
+CUFUSE_DEVICE bool raise_tops(AttentionState<Shape>& state, float factor, float (&rescale)[2]) {
   bool grown = false;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -356,6 +376,29 @@ CUFUSE_DEVICE bool take_softmax(AttentionState<Shape>& state, float factor, floa
       state.top[i] = top;
       grown = true;
     }
+    state.total[i] *= rescale[i];
+  }
+  return __any_sync(kFullMask, grown);
+}
+
+template <typename Shape>
+CUFUSE_DEVICE void rescale_sums(AttentionState<Shape>& state, const float (&rescale)[2]) {
+#pragma unroll
+  for (int i = 0; i < Shape::kDim / 2; ++i) state.sums[i] *= rescale[i / 2 % 2];
+}
+
+// The weight of a logit; every 8 take turns.
+template <typename Shape>
+CUFUSE_DEVICE float weight_of(float logit, float factor, float shift, int turn) {
+  const float x = fmaf(logit, factor, -shift);
+  return turn % 8 < Shape::kPolynomial ? exp2_polynomial(x) : exp2f(x);
+}
+
+// Logits become their weights in place.
+template <typename Shape>
+CUFUSE_DEVICE void weigh_in_place(AttentionState<Shape>& state, float factor) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
     const float shift = softmax_shift(state.top[i]);
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -363,14 +406,12 @@ CUFUSE_DEVICE bool take_softmax(AttentionState<Shape>& state, float factor, floa
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float& v = state.logits[4 * n + 2 * i + j];
-        const float x = fmaf(v, factor, -shift);
-        v = (2 * n + j) % 8 < Shape::kPolynomial ? exp2_polynomial(x) : exp2f(x);
+        v = weight_of<Shape>(v, factor, shift, 2 * n + j);
         sum[j] += v;
       }
     }
-    state.total[i] = fmaf(state.total[i], rescale[i], sum[0] + sum[1]);
+    state.total[i] += sum[0] + sum[1];
   }
-  return __any_sync(kFullMask, grown);
 }
 
 // The weights, rounded: the accumulators' order is that of a left operand.
@@ -384,6 +425,50 @@ CUFUSE_DEVICE void round_weights(AttentionState<Shape>& state) {
           pair_from_floats<T>(state.logits[8 * step + 2 * i], state.logits[8 * step + 2 * i + 1]);
     }
   }
+}
+
+// Both at once, with the logits left as they are; `sum` is that of a row's weights in this thread.
+template <typename Shape, typename T>
+CUFUSE_DEVICE void weigh(AttentionState<Shape>& state,
+                         float factor,
+                         const float (&shift)[2],
+                         float (&sum)[2]) {
+  sum[0] = sum[1] = 0.0f;
+#pragma unroll
+  for (int step = 0; step < Shape::kKeys / 16; ++step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = &state.logits[8 * step + 2 * i];
+      const int turn = 2 * (i / 2 + 2 * step);
+      const float low = weight_of<Shape>(pair[0], factor, shift[i % 2], turn);
+      const float high = weight_of<Shape>(pair[1], factor, shift[i % 2], turn + 1);
+      sum[i % 2] += low + high;
+      state.weights[step][i] = pair_from_floats<T>(low, high);
+    }
+  }
+}
+
+// A block's weights from its logits, where only some blocks' maxima are taken. Higher logits than
+// those show in the sum, and so does a `top` of -inf: then all is done again.
+template <typename Shape, typename T>
+CUFUSE_DEVICE void weigh_again_on_overflow(AttentionState<Shape>& state, float factor, bool raise) {
+  constexpr float kMost = 8192.0f;  // below half's largest value
+  float sum[2];
+#pragma unroll 1
+  while (true) {
+    float shift[2] = {state.top[0], state.top[1]};
+    if (raise) {
+      float rescale[2];
+      if (raise_tops(state, factor, rescale)) rescale_sums(state, rescale);
+      shift[0] = softmax_shift(state.top[0]);
+      shift[1] = softmax_shift(state.top[1]);
+    }
+    weigh<Shape, T>(state, factor, shift, sum);
+    if (raise || !__any_sync(kFullMask, sum[0] > kMost || sum[1] > kMost)) break;
+    raise = true;
+  }
+  state.total[0] += sum[0];
+  state.total[1] += sum[1];
 }
 
 // Values that nobody sees become zeros: by all warpgroups that multiply, before anyone reads them.
@@ -400,14 +485,14 @@ CUFUSE_DEVICE void clear_values(unsigned char* values, int rows) {
 }
 
 // By a warpgroup: its part of one tile, from the queries to sums, tops and totals.
-template <typename Shape, typename T, Logits kLogits, Turns kTurns, typename Args>
+template <typename Shape, typename T, Logits kLogits, Turns kTurns, Maxima kMaxima, typename Args>
 CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
                                AttentionTurns<Shape, kTurns>& turns,
                                typename AttentionMemory<Shape>::Cursor& key_cursor,
                                typename AttentionMemory<Shape>::Cursor& value_cursor,
                                const QueryTile<Shape>& tile,
+                               const typename AttentionMemory<Shape>::QueryCursor& query_cursor,
                                int warpgroup,
-                               u32 round,
                                const Args& args) {
   using Memory = AttentionMemory<Shape>;
   using Tiles = QueryTiles<Shape>;
@@ -456,16 +541,16 @@ CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
     state.top[i] = minus_infinity();
     state.total[i] = 0.0f;
   }
-  mbarrier_wait(Memory::queries_full(warpgroup), round);
+  mbarrier_wait(Memory::queries_full(query_cursor.stage, warpgroup), query_cursor.round);
 #pragma unroll 1
   for (int block = 0; block < begin; ++block) skip(block);
 
   const float factor = logit_factor<kLogits>(args);
-  const unsigned char* queries = Memory::queries(warpgroup);
+  const unsigned char* queries = Memory::queries(query_cursor, warpgroup);
   // Only blocks at the edges of what is visible look at each key.
   const auto mask = [&](int block) {
     const int key = tile.key_of(block), end_key = tile.end_of(block);
-    if (key >= high.first && key + Shape::kKeys <= min(low.last, end_key)) return;
+    if (key >= high.first && key + Shape::kKeys <= min(low.last, end_key)) return false;
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int thread_row = row + static_cast<int>(threadIdx.x % 128 / 32) * 16 + lane / 4;
 #pragma unroll
@@ -483,6 +568,7 @@ CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
         }
       }
     }
+    return true;
   };
 
   if (begin < end) {
@@ -496,8 +582,13 @@ CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
     release_keys();
     finish_logits<kLogits>(state.logits, args);
     mask(begin);
-    take_softmax(state, factor, rescale);
-    round_weights<Shape, T>(state);
+    if constexpr (kMaxima == Maxima::all) {
+      raise_tops(state, factor, rescale);
+      weigh_in_place(state, factor);
+      round_weights<Shape, T>(state);
+    } else {
+      weigh_again_on_overflow<Shape, T>(state, factor, true);
+    }
 #pragma unroll 1
     for (int block = begin + 1; block < end; ++block) {
       turns.begin(warpgroup);
@@ -511,26 +602,26 @@ CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
       wgmma_wait<1>(state.logits);
       release_keys();
       finish_logits<kLogits>(state.logits, args);
-      mask(block);
-      const bool grown = take_softmax(state, factor, rescale);
-      not_negative_by_now(state.total[0] + state.total[1]);  // the sums are on their way
-      wgmma_wait<0>(state.sums);
-      release_values();
-      if (grown) {
-#pragma unroll
-        for (int i = 0; i < Shape::kDim / 2; ++i) state.sums[i] *= rescale[i / 2 % 2];
+      const bool masked = mask(block);
+      if constexpr (kMaxima == Maxima::all) {
+        const bool grown = raise_tops(state, factor, rescale);
+        weigh_in_place(state, factor);
+        not_negative_by_now(state.total[0] + state.total[1]);  // the sums are on their way
+        wgmma_wait<0>(state.sums);
+        release_values();
+        if (grown) rescale_sums(state, rescale);
+        round_weights<Shape, T>(state);
+      } else {
+        wgmma_wait<0>(state.sums);
+        release_values();
+        weigh_again_on_overflow<Shape, T>(state, factor, masked);
       }
-      round_weights<Shape, T>(state);
     }
-    if constexpr (Shape::kOwnResults) Memory::release(Memory::queries_empty(warpgroup));
     wait_for_values();
     wgmma_fence(state.weights, state.sums);
     start_sums<Shape, T>(state, Memory::values(value_cursor));
     wgmma_wait<0>(state.sums);
     release_values();
-  } else if constexpr (Shape::kOwnResults) {
-    __syncwarp();
-    Memory::release(Memory::queries_empty(warpgroup));
   }
 
 #pragma unroll 1
@@ -542,9 +633,9 @@ CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
 template <typename Shape, typename T, typename Args>
 CUFUSE_DEVICE void store_attention(AttentionState<Shape>& state,
                                    const QueryTile<Shape>& tile,
+                                   unsigned char* results,
                                    int warpgroup,
                                    const Args& args) {
-  using Memory = AttentionMemory<Shape>;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int warp = static_cast<int>(threadIdx.x % 128 / 32);
   float scale[2];
@@ -564,7 +655,6 @@ CUFUSE_DEVICE void store_attention(AttentionState<Shape>& state,
   }
 
   // A warp's 16 rows go through shared memory, so that its lanes store whole rows.
-  unsigned char* results = Memory::results(warpgroup);
   const int place = (warp * 16 + lane % 16) * 128;
 #pragma unroll
   for (int column = 0; column < Shape::kDim; column += 16) {
@@ -591,7 +681,6 @@ CUFUSE_DEVICE void store_attention(AttentionState<Shape>& state,
         box + swizzle<128>((warp * 16 + row) * 128 + chunk % 8 * 16));
     if (query + row >= 0) *reinterpret_cast<uint4*>(out + row * stride + chunk * 8) = values;
   }
-  __syncwarp();
 }
 
 // Where nobody of a tile sees a key.
