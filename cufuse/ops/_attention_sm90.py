@@ -50,7 +50,7 @@ class AttentionTile:
         return query_stages * queries + ring + barriers * 8
 
     def time(self, ctas: int, heads: int, q_len: int, kv_len: int, causal: bool) -> float:
-        """Return the ns of the CTA that takes longest, of queries that are the last ones if causal."""
+        """Return the ns of the slowest CTA, of queries that are the last ones if causal."""
         count = -(-q_len // self.queries)
         keys = [kv_len - i * self.queries if causal else kv_len for i in range(count)]
         blocks = [-(-max(n, 1) // self.keys) for n in keys]
