@@ -1,32 +1,35 @@
 """Processing a prompt, a row for each engine: its tokens at once, into an empty cache.
 
-A decoder reads a long prompt in the pieces that `generate` cuts it into and makes the logits of the
-last position; an encoder reads it in one step and makes hidden states. No token is drawn. `mega`
-reads it token after token, a launch for each piece, as with `generate --prefill chunked`; with
-`--prefill rows` it takes as long as `fused`.
+A decoder reads a long prompt as `generate` does and makes the logits of the last position; an
+encoder reads it in one step and makes hidden states. No token is drawn. The first prompt that a
+decoder reads is launched kernel by kernel; pieces of a length that it had before are replayed as
+CUDA graphs, and both are timed. `mega` reads a prompt token after token, a launch for each piece,
+as with `generate --prefill chunked`; with `--prefill rows` it takes as long as `fused`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from cufuse import device, engines, jit
-from cufuse.benchmarks import timing
+from cufuse.benchmarks import timing, verify
 from cufuse.benchmarks.rows import Row
 from cufuse.benchmarks.subject import REFERENCE_REPETITIONS, Oracle, Piece, Subject, Test, ids
 from cufuse.benchmarks.timing import Timing
 from cufuse.config import Config
 from cufuse.device import Array
-from cufuse.generate import PREFILL_ROWS, ContextError
+from cufuse.generate import ContextError, Prefill
 from cufuse.state import State
 from cufuse.weights import Weights
 
 ENCODER_TOKENS = 128  # what an encoder reads when nothing else is asked for
 
-_CHECKED_PIECES = 2  # the second one begins behind a filled cache, as all later ones do
+_CHECKED_TOKENS = 1024  # of a first piece; float64 attention in NumPy takes seconds for as many
+_CHECKED_BEHIND = 128  # of a second one: it begins behind a filled cache, as all later ones do
+_WARM_UP = 3  # prompts: one to compile, one to capture, one to replay
 _CLOSING = (4, 4, 4, 4)  # ids of the verification's last pieces, which go through the head
 
 
@@ -56,39 +59,46 @@ class Prompt(Test):
         """Hidden states of every position; of a decoder also logits behind a few more tokens."""
         c = subject.config
         closing = [Piece(n) for n in _CLOSING] if c.has_head else []
-        room = c.max_seq_len - sum(piece.length for piece in closing)
-        checked = min(self.n_tokens, _CHECKED_PIECES * _rows(c), room)
-        pieces = [Piece(n, every_position=True) for n in _lengths(c, checked)]
+        room = min(self.n_tokens, c.max_seq_len - sum(piece.length for piece in closing))
+        first = min(room, _CHECKED_TOKENS) if c.causal else room
+        lengths = (first, min(room - first, _CHECKED_BEHIND))
+        pieces = [Piece(n, every_position=True) for n in lengths if n]
         return Oracle(subject.cut, self.batch, pieces + closing)
 
     def on_gpu(
         self, subject: Subject, engine: str, *, repetitions: int, oracle: Oracle | None
     ) -> Row:
-        """Verify and time an engine, launched as `generate` does."""
+        """Verify and time an engine, launched one by one and replayed from CUDA graphs."""
         cupy = device.require_cupy()
         error = None if oracle is None else oracle.error(engine, cupy.asarray, subject.name)
-        run = _Run(subject.on_gpu, self, engine)
-        run()  # everything is compiled and allocated now
-        with jit.record() as record:
-            run()
-        samples = []
-        for _ in range(repetitions):
-            run.state.reset()
-            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-            begin.record()
-            run.steps()
-            end.record()
-            end.synchronize()
-            samples.append(cupy.cuda.get_elapsed_time(begin, end))
-        time = Timing(tuple(samples))
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.runtime.deviceSynchronize()  # whatever made the weights has ended
+        with stream:
+            run = _Run(subject.on_gpu, self, engine, stream)
+            run()  # everything is compiled and allocated now
+            with jit.record() as record:
+                logits = run().copy()
+            slow = run.time(repetitions)
+            for _ in range(_WARM_UP):
+                replayed = run(graph=True)
+            same = bool((replayed.view(np.uint8) == logits.view(np.uint8)).all())
+            fast = run.time(repetitions, graph=True)
+            run.state.check_fault()
+        device.SCRATCH.forget(logits, stream)
+        if not same:
+            raise verify.VerificationError(
+                f"{subject.name}, {engine}, {self.label}: the prompt replayed from CUDA graphs "
+                "makes other bits than single launches; it was not timed"
+            )
         return subject.row(
             engine,
             self,
-            time,
+            fast,
             launches_per_token=len(record.launches),
             moved_bytes=record.size_bytes,
-            ms_per_step=time.median,
-            gbps=record.size_bytes / time.median / 1e6,
+            ms_per_step=slow.median,
+            ms_per_step_graph=fast.median,
+            gbps=record.size_bytes / fast.median / 1e6,
             max_rel_err=error,
         )
 
@@ -112,44 +122,40 @@ class Prompt(Test):
         """Count what the prompt would launch and move."""
         run = _Run(subject.empty(), self, engine)
         with jit.record(dry=True) as record:
-            run.steps()
+            run()
         return subject.row(
             engine, self, launches_per_token=len(record.launches), moved_bytes=record.size_bytes
         )
 
 
 class _Run:
-    """An engine, a cache of the prompt's size, and the prompt's pieces beside the weights."""
+    """An engine, a cache of the prompt's size, and the prompt."""
 
-    def __init__(self, weights: Weights, test: Prompt, engine: str) -> None:
-        self._weights = weights
-        self._step = engines.get(engine).step
+    def __init__(self, weights: Weights, test: Prompt, engine: str, stream: Any = None) -> None:
         self.state = State(weights, batch=test.batch, capacity=test.n_tokens)
-        tokens = ids(weights.config, test.batch, test.n_tokens)
-        self._pieces: list[Array] = []
-        begin = 0
-        for n in _lengths(weights.config, test.n_tokens):
-            piece = np.ascontiguousarray(tokens[:, begin : begin + n])
-            self._pieces.append(self.state.upload(piece))
-            begin += n
+        causal = weights.config.causal  # an encoder sees all at once
+        rows = engines.piece_rows(engine)(self.state) if causal else test.n_tokens
+        step = engines.get(engine).step
+        self._plain = Prefill(step, weights, self.state, rows=rows)
+        self._replayed = Prefill(step, weights, self.state, rows=rows, stream=stream)
+        self._stream = stream
+        self._ids = ids(weights.config, test.batch, test.n_tokens)
 
-    def __call__(self) -> None:
-        """Read the prompt into an emptied cache."""
+    def __call__(self, *, graph: bool = False) -> Array:
+        """Read the prompt into an emptied cache; returns what the step makes of its last piece."""
         self.state.reset()
-        self.steps()
+        return (self._replayed if graph else self._plain)(self._ids)
 
-    def steps(self) -> None:
-        """Read the prompt."""
-        for piece in self._pieces:
-            self._step(self._weights, self.state, piece)
-
-
-def _rows(c: Config) -> int:
-    """Return how many tokens of a sequence go through one step; an encoder sees all at once."""
-    return PREFILL_ROWS if c.causal else c.max_seq_len
-
-
-def _lengths(c: Config, n: int) -> Iterator[int]:
-    """Cut n tokens into steps."""
-    for begin in range(0, n, _rows(c)):
-        yield min(_rows(c), n - begin)
+    def time(self, repetitions: int, *, graph: bool = False) -> Timing:
+        """Time whole prompts on the stream, the upload of their ids included."""
+        cuda = device.require_cupy().cuda
+        samples = []
+        for _ in range(repetitions):
+            self._stream.synchronize()
+            begin, end = cuda.Event(), cuda.Event()
+            begin.record(self._stream)
+            self(graph=graph)
+            end.record(self._stream)
+            end.synchronize()
+            samples.append(cuda.get_elapsed_time(begin, end))
+        return Timing(tuple(samples))

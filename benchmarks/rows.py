@@ -35,15 +35,18 @@ class Row:
     moved_bytes: int | None = None  # global-memory bytes those launches have to read and write
     ms_per_step: float | None = None  # launched one by one from Python; of a prompt, all of it
     ms_per_step_graph: float | None = None  # replayed from a CUDA graph
+    ms_alone: float | None = None  # of an op: a single call behind a pause
     tok_s: float | None = None
     tok_s_std: float | None = None
-    gbps: float | None = None  # moved_bytes by the time in a graph, of a prompt without one
+    # Rates of an op that the tensor cores bound are those of a single call, all others those in a
+    # graph, where there is one.
+    gbps: float | None = None  # moved_bytes by the time
     tflops: float | None = None
     pct_ceiling: float | None = None  # of this device's measured read speed
     x_cublas: float | None = None  # time of the bare product by cuBLAS through CuPy by our time
     max_rel_err: float | None = None  # against float64
     std: float | None = None  # of the samples, ms
-    samples: list[float] = field(default_factory=list)  # ms a step or prompt, one a repetition
+    samples: list[float] = field(default_factory=list)  # ms a step, prompt or call
     note: str | None = None
     gpu: str | None = None
     date: str | None = None
@@ -136,6 +139,7 @@ OP_COLUMNS: tuple[Column, ...] = (
     ("MB moved", _megabytes),
     ("us", lambda r: _us(r.ms_per_step)),
     ("us in graph", lambda r: _us(r.ms_per_step_graph)),
+    ("us alone", lambda r: _us(r.ms_alone)),
     ("speed", _speed),
     ("% ceiling", lambda r: _percent(r.pct_ceiling)),
     ("x cuBLAS", lambda r: number(r.x_cublas)),
@@ -169,6 +173,7 @@ PROMPT_COLUMNS: tuple[Column, ...] = (
     ("launches", lambda r: _integer(r.launches_per_token)),
     ("MB moved", _megabytes),
     ("ms", lambda r: number(r.ms_per_step)),
+    ("ms in graph", lambda r: number(r.ms_per_step_graph)),
     ("t/s", _rate),
     ("GB/s", lambda r: number(r.gbps, 4)),
     ("max err", lambda r: _error(r.max_rel_err)),
@@ -261,10 +266,12 @@ def save(rows: Sequence[Row], folder: Path | None = None) -> Path:
 
 
 def load(folder: Path | None = None) -> list[Row]:
-    """Read all rows that were kept, oldest first."""
+    """Read all rows that were kept, oldest first; those of peers are left out."""
     known = {f.name for f in fields(Row)}
     found = []
     for path in sorted((folder or results_folder()).glob("*.jsonl")):
         for line in filter(None, path.read_text().splitlines()):
-            found.append(Row(**{k: v for k, v in json.loads(line).items() if k in known}))
+            values = json.loads(line)
+            if "peer" not in values:
+                found.append(Row(**{k: v for k, v in values.items() if k in known}))
     return found

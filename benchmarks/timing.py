@@ -1,4 +1,9 @@
-"""Time calls: CUDA events on the GPU, back to back and inside a CUDA graph; a clock on the CPU.
+"""Time calls: CUDA events on the GPU, back to back, inside a CUDA graph, or each behind a pause; a
+clock on the CPU.
+
+Back to back a large product heats the GPU until it lowers its clocks: so it runs inside a model.
+Libraries' figures are mostly of calls behind a pause, which are faster. The two are not to be
+compared with each other.
 
 Inputs rotate through more memory than the L2 cache holds, as the weights of a model do.
 """
@@ -13,9 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cufuse import device
+from cufuse import device, jit
 
 Run = Callable[[int], Any]  # runs once, on the given set of inputs
+
+_PAUSE_SECONDS = 1e-4  # before a call that is timed alone, at least
+_CALLS_ALONE = 9  # a repetition
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,41 @@ def in_graph(run: Run, sets: int, *, repetitions: int = 5, budget_ms: float = 4.
         graph.launch(stream)
         samples = _events(lambda: graph.launch(stream), stream, repetitions)
     return Timing(tuple(ms / (rounds * sets) for ms in samples))
+
+
+def alone(run: Run, sets: int, *, repetitions: int = 5) -> Timing:
+    """Time single calls on the current stream, each behind a pause in which it is enqueued.
+
+    Returns a sample a call, 9 a repetition; their median is what to quote.
+    """
+    cuda = device.require_cupy().cuda
+    stream = cuda.get_current_stream()
+    pause(0)
+    run(0)
+    host = []
+    for i in range(_CALLS_ALONE):
+        stream.synchronize()
+        started = time.perf_counter()
+        run(i % sets)
+        host.append(time.perf_counter() - started)
+    seconds = max(_PAUSE_SECONDS, 2 * statistics.median(host))
+    samples = []
+    for i in range(_CALLS_ALONE * repetitions):
+        stream.synchronize()
+        begin, end = cuda.Event(), cuda.Event()
+        pause(seconds)
+        begin.record(stream)
+        run(i % sets)
+        end.record(stream)
+        end.synchronize()
+        samples.append(cuda.get_elapsed_time(begin, end))
+    return Timing(tuple(samples))
+
+
+def pause(seconds: float) -> None:
+    """Keep the current stream waiting for so long."""
+    like = device.require_cupy().empty(1)
+    jit.kernel("unfused/pause.cu", "pause").launch(1, 32, {"ns": int(seconds * 1e9)}, like=like)
 
 
 def capture(work: Callable[[], Any], stream: Any) -> Any:

@@ -65,11 +65,15 @@ class Bound:
             raise ValueError(f"{where} is {_shape(out.shape)}, wanted {_shape(shape)}")
         if not out.flags.c_contiguous or not getattr(out.flags, "writeable", True):
             raise ValueError(f"{where} has to be C-contiguous and writable")
+        begin, end = device.span(out)  # arrays of one call are on one device
         for other, array in self.arrays.items():
-            if array is None or not device.overlap(out, array):
+            if array is None:
                 continue
-            same = device.address(out) == device.address(array) and out.nbytes == array.nbytes
-            if not same or other not in may_alias:
+            first, last = device.span(array)
+            if max(begin, first) >= min(end, last):
+                continue
+            whole = begin == first and out.nbytes == array.nbytes
+            if not whole or other not in may_alias:
                 raise ValueError(f"{where} shares memory with {other}; give it memory of its own")
         return out
 
@@ -93,42 +97,45 @@ def bind(
     TypeError for libraries and dtypes, ValueError for sizes.
     """
     bound = Bound(op)
-    float_name = lead_name = None
+    float_name = lead_name = place = None
     for name, (raw, dims, *rest) in specs.items():
         if raw is None and name in optional:
             bound.arrays[name] = None
             continue
         is_packed = name in may_be_packed and hasattr(raw, "array")
-        try:
-            array = raw.array if is_packed else device.as_array(raw)
-        except TypeError as error:
-            raise _not_an_array(op, name, error) from None
-        kind = device.kind(array)
-        if bound.like is None:
-            bound.kind, bound.like = kind, array
-        elif kind != bound.kind:
-            raise TypeError(
-                f"{op}: {name} is a {kind} array and the others are {bound.kind} arrays; "
-                "move one of them (cupy.asarray, cupy.asnumpy)"
-            )
-        elif device.device_id(array) != device.device_id(bound.like):
+        array = raw.array if is_packed else raw
+        if bound.like is None or type(array) is not type(bound.like):
+            try:
+                array = device.as_array(array)
+                kind = device.kind(array)
+            except TypeError as error:
+                raise _not_an_array(op, name, error) from None
+            if bound.like is None:
+                bound.kind, bound.like, place = kind, array, device.device_id(array)
+            elif kind != bound.kind:
+                raise TypeError(
+                    f"{op}: {name} is a {kind} array and the others are {bound.kind} arrays; "
+                    "move one of them (cupy.asarray, cupy.asnumpy)"
+                )
+        if device.device_id(array) != place:
             raise ValueError(
                 f"{op}: {name} is on GPU {device.device_id(array)} and the others are on GPU "
-                f"{device.device_id(bound.like)}"
+                f"{place}"
             )
+        dtype = array.dtype
         if rest:
-            if array.dtype != np.dtype(rest[0]):
-                raise TypeError(f"{op}: {name} has dtype {array.dtype}, wanted {np.dtype(rest[0])}")
-        elif array.dtype not in device.FLOAT_DTYPES:
-            raise TypeError(
-                f"{op}: {name} has dtype {array.dtype}, wanted float16, bfloat16 or float32"
-            )
+            if dtype != rest[0]:
+                raise TypeError(f"{op}: {name} has dtype {dtype}, wanted {np.dtype(rest[0])}")
         elif float_name is None:
-            float_name, bound.dtype = name, array.dtype
-        elif array.dtype != bound.dtype:
+            if dtype not in device.FLOAT_DTYPES:
+                raise _not_floating(op, name, dtype)
+            float_name, bound.dtype = name, dtype
+        elif dtype != bound.dtype:
+            if dtype not in device.FLOAT_DTYPES:
+                raise _not_floating(op, name, dtype)
             raise TypeError(
-                f"{op}: {name} has dtype {array.dtype} and {float_name} has {bound.dtype}; "
-                "cast one of them"
+                f"{op}: {name} has dtype {dtype} and {float_name} has {bound.dtype}; cast one of "
+                "them"
             )
         has_lead, names = _names(dims)
         shape = raw.shape if is_packed else array.shape
@@ -208,6 +215,10 @@ def _kind(op: str, name: str, array: Any) -> str:
         return device.kind(array)
     except TypeError as error:
         raise _not_an_array(op, name, error) from None
+
+
+def _not_floating(op: str, name: str, dtype: Any) -> TypeError:
+    return TypeError(f"{op}: {name} has dtype {dtype}, wanted float16, bfloat16 or float32")
 
 
 def _not_an_array(op: str, name: str, error: TypeError) -> TypeError:

@@ -12,13 +12,10 @@ import functools
 import importlib.util
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Array = Any  # numpy.ndarray, cupy.ndarray or TwinArray
 
@@ -103,6 +100,14 @@ def _allocate(how: str, shape: tuple[int, ...], dtype: Any, like: Array) -> Arra
     return made.view(TwinArray) if array_kind == "twin" else made
 
 
+def copy(source: Array, target: Array) -> None:
+    """Copy a contiguous array into another of its kind and size, on the current stream."""
+    if kind(target) == "cupy":
+        target.data.copy_from_device_async(source.data, source.nbytes)
+    else:
+        target[...] = source
+
+
 def device_id(x: Array) -> int:
     """Return the GPU's number, or -1 for host memory."""
     return -1 if isinstance(x, np.ndarray) else x.data.device_id
@@ -113,38 +118,39 @@ def address(x: Array) -> int:
     return x.__array_interface__["data"][0] if isinstance(x, np.ndarray) else x.data.ptr
 
 
-def overlap(a: Array, b: Array) -> bool:
-    """Tell whether the memory from first to last element of two arrays has a part in common.
+def span(x: Array) -> tuple[int, int]:
+    """Return the addresses of the first element and of the end of the last one.
 
     Strides, if there are any, are not negative.
     """
-    if device_id(a) != device_id(b) or not a.nbytes or not b.nbytes:
-        return False
-    first, second = address(a), address(b)
-    return first < second + _extent(b) and second < first + _extent(a)
-
-
-def _extent(x: Array) -> int:
-    """Bytes from the first element to the end of the last one."""
+    begin = address(x)
     if x.flags.c_contiguous:
-        return x.nbytes
+        return begin, begin + x.nbytes
     steps = zip(x.shape, x.strides, strict=True)
-    return x.dtype.itemsize + sum((size - 1) * stride for size, stride in steps)
+    return begin, begin + x.dtype.itemsize + sum((size - 1) * stride for size, stride in steps)
 
 
-@contextlib.contextmanager
-def on_device_of(x: Array) -> Iterator[None]:
+def overlap(a: Array, b: Array) -> bool:
+    """Tell whether the memory from first to last element of two arrays has a part in common."""
+    if device_id(a) != device_id(b):
+        return False
+    (first, first_end), (second, second_end) = span(a), span(b)
+    return max(first, second) < min(first_end, second_end)
+
+
+_HERE = contextlib.nullcontext()
+
+
+def on_device_of(x: Array) -> contextlib.AbstractContextManager[Any]:
     """Make x's GPU current inside the block and restore the caller's afterwards."""
     cupy = sys.modules.get("cupy")
     if (
         cupy is None
         or not isinstance(x, cupy.ndarray)
-        or cupy.cuda.runtime.getDevice() == x.device.id
+        or cupy.cuda.runtime.getDevice() == x.data.device_id
     ):
-        yield
-        return
-    with x.device:
-        yield
+        return _HERE
+    return x.device
 
 
 def require_cupy() -> Any:
@@ -262,13 +268,14 @@ class _Handle:
 class Scratch:
     """Memory that kernels of one stream use between launches and that outlives CUDA graphs.
 
-    Kept for each device and stream, grown when needed and never freed while the process lives:
-    a captured graph goes on pointing into it. So graphs captured on one stream share a block; they
-    may be replayed one after the other, not at once on two streams.
+    Kept for each device and stream. A block never moves: where a larger one is needed it comes
+    beside the smaller, into which captured graphs go on pointing. All are kept until the stream is
+    forgotten. So graphs captured on one stream share a block; they may be replayed one after the
+    other, not at once on two streams.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[tuple[Any, ...], list[Array]] = {}
+        self._blocks: dict[tuple[str, int, int], list[Array]] = {}
 
     def get(self, name: str, size_bytes: int, like: Array, stream: Any = None) -> Array:
         """Return at least size_bytes of uint8, zeroed when first allocated.
@@ -279,12 +286,30 @@ class Scratch:
         blocks = self._blocks.setdefault((name, device_id(like), handle), [])
         if not blocks or blocks[-1].nbytes < size_bytes:
             rounded = 1 << max(size_bytes - 1, 255).bit_length()
-            blocks.append(zeros((rounded,), np.uint8, like))
+            blocks.append(_zeroed_now(rounded, like))
         return blocks[-1]
+
+    def forget(self, like: Array, stream: Any) -> None:
+        """Give back the blocks of a stream that is idle and whose graphs are not replayed again."""
+        gone = device_id(like), stream.ptr
+        self._blocks = {key: value for key, value in self._blocks.items() if key[1:] != gone}
 
     def forget_twins(self) -> None:
         """Drop the twin's blocks: a kernel that a fault ended may have left counters in them."""
         self._blocks = {key: value for key, value in self._blocks.items() if key[1] >= 0}
+
+
+def _zeroed_now(size_bytes: int, like: Array) -> Array:
+    """Return zeroed bytes; on a GPU they are zeros already, even while a stream is captured.
+
+    A captured memset would run at every replay, and not before the first.
+    """
+    if kind(like) != "cupy":
+        return zeros((size_bytes,), np.uint8, like)
+    with on_device_of(like), require_cupy().cuda.Stream(non_blocking=True) as aside:
+        made = zeros((size_bytes,), np.uint8, like)
+        aside.synchronize()
+    return made
 
 
 SCRATCH = Scratch()

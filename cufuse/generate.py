@@ -16,7 +16,14 @@ from cufuse.weights import Weights
 
 _STOPPED = -2  # the id a kernel writes that gave up
 
-PREFILL_ROWS = 512  # a longer prompt goes through the step in pieces, so that buffers stay small
+# A longer prompt goes through the step in pieces. Large ones have tiles enough for every SM in the
+# narrowest product, and their kernels take longer than the host does to launch them. No
+# intermediate of a piece is to be larger than so many bytes, however wide the model is: each has
+# memory of its own as long as the state lives.
+PREFILL_ROWS = 4096
+_PIECE_BYTES = 256 << 20
+_LEAST_ROWS = 128
+_KEPT_PIECES = 4  # lengths whose graphs are kept: a chat has few, texts as they come have none
 
 
 @dataclass(frozen=True)
@@ -59,11 +66,113 @@ class _Launch:
     length: int  # tokens in the cache before it
 
 
-class Decoder:
-    """Prefill, then a launch at a time; on a GPU the step is captured once and replayed.
+def piece_rows(state: State, row_bytes: int = 0) -> int:
+    """Return how many tokens of each sequence go through one step of a prompt: a power of two.
 
-    `prefill` takes a prompt where that is another function than the step. `step_and_draw` does a
-    step and the draw behind it at once, or, as the state's `tokens_per_launch` says, several.
+    row_bytes: what the engine's widest intermediate takes for a token, if that is more than the
+        projections and the MLP take in any engine
+    """
+    c = state.config
+    widest = max(c.dim, c.q_dim + 2 * c.kv_dim, c.hidden_dim * max(c.n_experts_per_token, 1))
+    row_bytes = max(row_bytes, widest * np.dtype(state.like.dtype).itemsize)
+    rows = min(max(_PIECE_BYTES // row_bytes, _LEAST_ROWS), PREFILL_ROWS) // state.batch
+    return 1 << (max(rows, 1).bit_length() - 1)
+
+
+@dataclass
+class _Piece:
+    """Tokens of one length: where a step takes them from, and that step, once it was captured."""
+
+    tokens: Array  # [batch, q_len] int32
+    graph: Any = None
+    logits: Array = None  # where the graph leaves them
+
+
+class Prefill:
+    """Sends prompts through a step, piece by piece, on the current stream.
+
+    On a GPU a length that comes again is captured and from then on replayed: all that a step reads
+    lies at addresses that stay, and where its tokens stand it learns on the device. The first time
+    a length is launched kernel by kernel, which compiles them and allocates what they write. The
+    lengths used last are kept.
+
+    rows: tokens of each sequence in a piece, `piece_rows` when left out
+    stream: the one that is current, where steps are to be replayed
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Array],
+        weights: Weights,
+        state: State,
+        *,
+        rows: int | None = None,
+        stream: Any = None,
+    ) -> None:
+        self._step = step
+        self._weights = weights
+        self._state = state
+        self._stream = stream
+        self._pieces: dict[int, _Piece] = {}  # by length, the one used last behind the others
+        self.rows = piece_rows(state) if rows is None else rows
+
+    def __call__(self, ids: np.ndarray) -> Array:
+        """Append ids, int32 [batch, n], and return what the step makes of the last piece.
+
+        Interrupted, the state counts the pieces that were enqueued, here and on the device.
+        """
+        made = None
+        for begin in range(0, ids.shape[1], self.rows):
+            host = np.ascontiguousarray(ids[:, begin : begin + self.rows], np.int32)
+            uploaded = self._state.upload(host)
+            made = self._plain(uploaded) if self._stream is None else self._kept(uploaded)
+        return made
+
+    def _plain(self, tokens: Array) -> Array:
+        return self._step(self._weights, self._state, tokens)
+
+    def _kept(self, uploaded: Array) -> Array:
+        """Do a step as it was done before for as many tokens."""
+        state, n = self._state, uploaded.shape[1]
+        piece = self._pieces.get(n) or _Piece(device.empty(uploaded.shape, np.int32, uploaded))
+        device.copy(uploaded, piece.tokens)
+        if n not in self._pieces or state.unfinished:
+            made = self._plain(piece.tokens)
+        else:
+            if piece.graph is None:
+                piece.graph, piece.logits = capture(
+                    lambda: self._plain(piece.tokens), state, self._stream
+                )
+            piece.graph.launch(self._stream)
+            state.length += n
+            made = piece.logits
+        self._pieces[n] = self._pieces.pop(n, piece)
+        while len(self._pieces) > _KEPT_PIECES:
+            del self._pieces[next(iter(self._pieces))]
+        return made
+
+
+def capture(work: Callable[[], Any], state: State, stream: Any) -> tuple[Any, Any]:
+    """Record as a graph what `work` enqueues on a stream, and return it and what `work` returns.
+
+    Nothing runs, and the state counts no tokens.
+    """
+    length = state.length
+    stream.begin_capture()
+    try:
+        made = work()
+    finally:
+        state.length = length
+        graph = stream.end_capture()
+    return graph, made
+
+
+class Decoder:
+    """Prefill, then a launch at a time; on a GPU steps are captured once and replayed.
+
+    `prefill` takes a prompt where that is another function than the step, in pieces of
+    `piece_rows(state)` tokens. `step_and_draw` does a step and the draw behind it at once, or, as
+    the state's `tokens_per_launch` says, several.
 
     Works on a stream of its own. Every draw is copied to the host behind the step, so that the next
     step can be enqueued before the last one is looked at.
@@ -78,6 +187,7 @@ class Decoder:
         *,
         graph: bool = True,
         prefill: Callable[..., Array] | None = None,
+        piece_rows: Callable[[State], int] = piece_rows,
         step_and_draw: Callable[..., Array] | None = None,
     ) -> None:
         if state.tokens_per_launch > 1 and step_and_draw is None:
@@ -86,7 +196,6 @@ class Decoder:
                 "not draw"
             )
         self.step_function = step
-        self.prefill_function = prefill or step
         self.step_and_draw = step_and_draw
         self.weights = weights
         self.state = state
@@ -103,6 +212,13 @@ class Decoder:
             with device.on_device_of(state.tokens):
                 cuda.runtime.deviceSynchronize()  # whatever made the weights has ended
                 self.stream = cuda.Stream(non_blocking=True)
+        self._prefill = Prefill(
+            prefill or step,
+            weights,
+            state,
+            rows=piece_rows(state),
+            stream=self.stream if self.use_graph else None,
+        )
 
     @property
     def n_drawn(self) -> int:
@@ -114,11 +230,7 @@ class Decoder:
         before = self.state.length
         self.state.check_room(ids.shape[1])
         with _current(self.stream, self.state.tokens):
-            for begin in range(0, ids.shape[1], PREFILL_ROWS):
-                piece = np.ascontiguousarray(ids[:, begin : begin + PREFILL_ROWS], np.int32)
-                tokens = self.state.upload(piece)
-                logits = self.prefill_function(self.weights, self.state, tokens)
-            self._draw(logits)
+            self._draw(self._prefill(ids))
             self._fetch(1, before)
 
     def decode(self, n: int | None = None) -> None:
@@ -133,14 +245,13 @@ class Decoder:
         before = self.state.length
         self.state.check_room(n)
         with _current(self.stream, self.state.tokens):
-            if n < whole:
+            if n < whole or self.state.unfinished:
                 self._run(n)
-            elif self._graph is not None:
+            elif self.use_graph and self._warm:
+                if self._graph is None:
+                    self._graph, _ = capture(lambda: self._run(n), self.state, self.stream)
                 self._graph.launch(self.stream)
                 self.state.length += n
-            elif self.use_graph and self._warm:
-                self._graph = self._capture()
-                self._graph.launch(self.stream)
             else:
                 self._run(n)
                 self._warm = True  # everything is compiled and allocated now
@@ -173,15 +284,6 @@ class Decoder:
     def _draw(self, logits: Array) -> None:
         self.sampling.draw(logits, self.state, self.state.tokens.reshape(-1))
 
-    def _capture(self) -> Any:
-        """Record one step, which counts its tokens but does not run, as a graph."""
-        self.stream.begin_capture()
-        try:
-            self._run(self.state.tokens_per_launch)
-        finally:
-            graph = self.stream.end_capture()
-        return graph
-
     def _fetch(self, n: int, before: int) -> None:
         """Copy the last n draws to the host, behind the step that makes them."""
         state = self.state
@@ -197,6 +299,12 @@ class Decoder:
         event = device.require_cupy().cuda.Event(disable_timing=True)
         event.record(self.stream)
         self._launches.append(_Launch(drawn, event, before))
+
+    def close(self) -> None:
+        """Wait for what was enqueued and give scratch memory back; decodes nothing afterwards."""
+        if self.stream is not None:
+            self.stream.synchronize()
+            device.SCRATCH.forget(self.state.tokens, self.stream)
 
     def _go_back(self) -> None:
         """Forget the launch that gave up, and those behind it: they found that word and stopped."""
@@ -228,13 +336,14 @@ def generate(
     stop_ids: Collection[int] = (),
     graph: bool = True,
     prefill: Callable[..., Array] | None = None,
+    piece_rows: Callable[[State], int] = piece_rows,
     step_and_draw: Callable[..., Array] | None = None,
     tokens_per_launch: int = 1,
 ) -> Iterator[int]:
     """Yield up to max_new_tokens ids that follow `ids`; a stop id ends it and is not yielded.
 
-    `prefill` and `step_and_draw` are those of `Decoder`. With tokens_per_launch ids come so many at
-    a time, and what a launch drew behind a stop id is dropped.
+    `prefill`, `piece_rows` and `step_and_draw` are those of `Decoder`. With tokens_per_launch ids
+    come so many at a time, and what a launch drew behind a stop id is dropped.
 
     Raises ValueError, before anything is launched, for an empty prompt, an id outside the
     vocabulary, or a prompt that does not leave room for a token in the model's context.
@@ -265,6 +374,7 @@ def generate(
             sampling,
             graph=graph,
             prefill=prefill,
+            piece_rows=piece_rows,
             step_and_draw=step_and_draw,
         )
 
@@ -311,17 +421,21 @@ def _tokens(
     if limit == 0:
         return
     decoder = make()
-    decoder.prefill(prompt[None])
-    whole = decoder.state.tokens_per_launch
-    # A GPU works on the next launch while these ids are looked at; after a stop id it is dropped.
-    ahead = whole if decoder.on_gpu else 0
-    for draw in range(limit):
-        while decoder.n_drawn < min(limit, draw + 1 + ahead):
-            decoder.decode(min(whole, limit - decoder.n_drawn))
-        token = int(decoder.ids(draw)[0])
-        if token in stop_ids:
-            return
-        yield token
+    try:
+        decoder.prefill(prompt[None])
+        whole = decoder.state.tokens_per_launch
+        # A GPU works on the next launch while these ids are looked at; after a stop id it is
+        # dropped.
+        ahead = whole if decoder.on_gpu else 0
+        for draw in range(limit):
+            while decoder.n_drawn < min(limit, draw + 1 + ahead):
+                decoder.decode(min(whole, limit - decoder.n_drawn))
+            token = int(decoder.ids(draw)[0])
+            if token in stop_ids:
+                return
+            yield token
+    finally:
+        decoder.close()  # the launch ahead still writes to memory that others may be given
 
 
 class _current:

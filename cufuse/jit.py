@@ -233,7 +233,15 @@ class Kernel:
             return
         with device.on_device_of(like):
             self._launch_gpu(
-                grid, block, packed, shared_bytes, stream, cooperative, cluster, size_bytes
+                device.device_id(like),
+                grid,
+                block,
+                packed,
+                shared_bytes,
+                stream,
+                cooperative,
+                cluster,
+                size_bytes if debug >= 2 else None,
             )
 
     def _pack(self, args: Mapping[str, Any]) -> np.ndarray:
@@ -256,6 +264,7 @@ class Kernel:
 
     def _launch_gpu(
         self,
+        gpu: int,
         grid: tuple[int, ...],
         block: int,
         packed: np.ndarray,
@@ -263,18 +272,18 @@ class Kernel:
         stream: Any,
         cooperative: bool,
         cluster: int,
-        size_bytes: int | None,
+        logged_bytes: int | None,
     ) -> None:
+        """Launch on the current device; with logged_bytes, log the time and the speed."""
         cupy = device.require_cupy()
-        gpu = cupy.cuda.runtime.getDevice()
         function = _gpu_function(self, gpu, cooperative)
         if shared_bytes:
             _allow_shared(self, gpu, cooperative, shared_bytes)
         if cooperative and cluster == 1:
             _check_resident(self, gpu, grid, block, shared_bytes)
         on = device.as_stream(stream)
-        verbose = debug_level() >= 2 and not on.is_capturing()
-        if verbose:
+        logs = logged_bytes is not None and not on.is_capturing()
+        if logs:
             start, end = cupy.cuda.Event(), cupy.cuda.Event()
             start.record(on)
         if cluster == 1:
@@ -289,13 +298,13 @@ class Kernel:
             _launch_cluster(
                 function, grid, block, packed, shared_bytes, on.ptr, cooperative, cluster
             )
-        if verbose and size_bytes is not None:
+        if logs and logged_bytes is not None:
             end.record(on)
             end.synchronize()
             ms = cupy.cuda.get_elapsed_time(start, end)
             _log(
                 f"{self.expression} grid {grid} block {block}: {ms * 1e3:.1f} us, "
-                f"{size_bytes / ms / 1e6:.0f} GB/s"
+                f"{logged_bytes / ms / 1e6:.0f} GB/s"
             )
 
 

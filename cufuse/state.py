@@ -68,7 +68,7 @@ class State:
         if c.rope_theta:
             cos, sin = reference.rope_table(c, capacity)
             self.cos, self.sin = self.upload(cos), self.upload(sin)
-        self._buffers: dict[str, list[Array]] = {}
+        self._buffers: dict[tuple[str, np.dtype], list[Array]] = {}
         self._zeroed: dict[str, Array] = {}
         self._uploads: dict[str, Array] = {}
 
@@ -109,7 +109,7 @@ class State:
         """
         dtype = np.dtype(self.like.dtype if dtype is None else dtype)
         size = math.prod(shape)
-        blocks = self._buffers.setdefault(f"{name} {dtype}", [])
+        blocks = self._buffers.setdefault((name, dtype), [])
         if not blocks or blocks[-1].size < size:
             blocks.append(device.empty((max(size, 1),), dtype, self.like))
         return blocks[-1][:size].reshape(shape)
@@ -179,6 +179,22 @@ class State:
             {"start": self.start, "batch": self.batch, "n": n},
             like=self.start,
         )
+
+    def positions(self, n: int) -> Array:
+        """Return where n more tokens of every sequence stand, int32 [batch * n] (one launch)."""
+        if n == 1:
+            return self.start
+        made = self.buffer("positions", (self.batch * n,), np.int32)
+        if device.kind(self.start) == "numpy":
+            made.reshape(self.batch, n)[...] = self.start[:, None] + np.arange(n, dtype=np.int32)
+            return made
+        jit.kernel("unfused/positions.cu", "positions").launch(
+            (made.size + 127) // 128,
+            128,
+            {"start": self.start, "positions": made, "rows": made.size, "n": n},
+            like=self.start,
+        )
+        return made
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""

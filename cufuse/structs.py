@@ -42,7 +42,7 @@ class Layout:
     pointers: frozenset[str]
     read_only: frozenset[str] = frozenset()  # pointers to const
 
-    @property
+    @functools.cached_property
     def alignment(self) -> int:
         """Bytes that the struct's address is a multiple of."""
         maps = _TENSOR_MAP in (kind for kind, *_ in (self.dtype.fields or {}).values())

@@ -178,10 +178,10 @@ class WarpgroupTile:
             self.split,
         )
 
-    @property
-    def box_rows(self) -> int:
-        """Rows of x of a box of results, as WarpgroupShape::kBoxRows has it."""
-        return min(self.block_m // min(self.split, self.block_m // 8), 64)
+    def box(self, weight_rows: int) -> tuple[int, int]:
+        """Rows of x and columns of y, each of so many weight rows, of a box of results."""
+        rows = self.block_m // min(self.split, self.block_m // 8)
+        return min(rows, 64), 64 // weight_rows
 
     def count(self, m: int, n_weight_rows: int) -> int:
         """Tiles of a product."""
@@ -192,11 +192,12 @@ class WarpgroupTile:
         return -(-k // 64) >= self.split
 
     def launch_ns(self, target: Target, m: int, n_weight_rows: int, k: int) -> int:
-        """What the CTA with the most tiles takes."""
+        """What the CTA with the most tiles takes, or reading the weights."""
         tiles = -(-self.count(m, n_weight_rows) * self.split // target.sm_count)
         finishes = tiles if self.teams == 1 else 1
         blocks = -(-k // (64 * self.split))
-        return tiles * blocks * self.block_ns + finishes * self.finish_ns
+        read_ns = n_weight_rows * k * 2 // _BYTES_PER_NS
+        return max(tiles * blocks * self.block_ns, read_ns) + finishes * self.finish_ns
 
     def launch_shape(
         self, target: Target, m: int, n_weight_rows: int, itemsize: int
@@ -211,7 +212,7 @@ class WarpgroupTile:
         """Dynamic shared memory at most, as WarpgroupShape::kSharedBytes has it."""
         boxes = self.warpgroups * self.teams * 2
         stage = (self.block_m + self.block_n) * 128 + 16
-        return self.stages * stage + boxes * (max(self.box_rows * 128, 1024) + 8)
+        return self.stages * stage + boxes * (max(self.box(1)[0] * 128, 1024) + 8)
 
 
 Tile = RowsTile | MatmulTile | WarpgroupTile
@@ -240,15 +241,33 @@ _PACKED_WARPS = (
     MatmulTile(16, 64, 64, 1, 4, 8, 0.23),
     MatmulTile(16, 32, 64, 1, 2, 8, 0.11),
 )
-# With wgmma and tensor copies.
+# With wgmma and tensor copies. Times are fitted to an H200, bfloat16 and gelu (`cufuse bench linear
+# --sweep`). Teams hide what comes after a sum, but their smaller tiles read shared memory more
+# often; a split costs an exchange between CTAs.
 _WARPGROUPS = (
-    WarpgroupTile(256, 128, 2, 4, 8, 1, 1, 620, 5000),
-    WarpgroupTile(128, 256, 2, 4, 8, 1, 1, 640, 4500),
-    WarpgroupTile(128, 128, 1, 6, 16, 2, 1, 372, 2000),
-    WarpgroupTile(128, 128, 2, 6, 8, 1, 1, 355, 1400),
-    WarpgroupTile(64, 128, 1, 8, 8, 1, 1, 220, 800),
-    WarpgroupTile(64, 128, 2, 8, 8, 1, 4, 220, 800),
+    WarpgroupTile(256, 128, 2, 4, 8, 1, 1, 625, 4000),
+    WarpgroupTile(128, 256, 2, 4, 8, 1, 1, 640, 4200),
+    WarpgroupTile(128, 128, 1, 6, 16, 2, 1, 365, 1500),
+    WarpgroupTile(128, 128, 2, 6, 8, 1, 1, 335, 2000),
+    WarpgroupTile(64, 128, 2, 8, 8, 1, 1, 205, 1500),
+    WarpgroupTile(128, 64, 1, 8, 8, 1, 1, 205, 1300),
+    WarpgroupTile(64, 64, 1, 13, 8, 1, 1, 135, 1000),
+    WarpgroupTile(64, 64, 1, 13, 8, 1, 2, 135, 2000),
+    WarpgroupTile(64, 64, 1, 13, 8, 1, 4, 135, 2500),
+    WarpgroupTile(32, 64, 1, 18, 8, 1, 1, 130, 900),
+    WarpgroupTile(32, 64, 1, 18, 8, 1, 2, 130, 1900),
+    WarpgroupTile(32, 64, 1, 18, 8, 1, 4, 130, 2400),
+    WarpgroupTile(16, 128, 2, 12, 8, 1, 1, 150, 900),
+    WarpgroupTile(16, 64, 1, 22, 8, 1, 1, 125, 800),
+    WarpgroupTile(16, 64, 1, 22, 8, 1, 2, 125, 1800),
+    WarpgroupTile(16, 64, 1, 22, 8, 1, 4, 125, 2300),
 )
+# Of few rows: the tile may depend on the weight alone, so that a row's bits do not on the others.
+_WARPGROUPS_OF_FEW = (
+    WarpgroupTile(8, 128, 2, 13, 8, 1, 1, 150, 800),
+    WarpgroupTile(8, 64, 1, 24, 8, 1, 1, 125, 700),
+)
+_BYTES_PER_NS = 4300  # that an H200 reads
 _PACKED_FFMA = (
     MatmulTile(128, 128, 16, 4, 2, 2, 1.0),
     MatmulTile(64, 64, 16, 2, 2, 2, 0.6),
@@ -267,15 +286,37 @@ def target_of(like: device.Array) -> Target:
 
 
 @functools.cache
-def choose(op: str, target: Target, m: int, n: int, k: int, dtype: Any) -> Tile:
-    """Choose the tile of x [m, k] times w [n, k] (twice for "gated_linear")."""
+def choose(
+    op: str,
+    target: Target,
+    m: int,
+    n: int,
+    k: int,
+    dtype: Any,
+    *,
+    norm: bool = False,
+    tensor_copies: bool = True,
+) -> Tile:
+    """Choose the tile of x [m, k] times w [n, k] (twice for "gated_linear").
+
+    norm: x is normalised on the way in, which of few rows is a part of the product
+    tensor_copies: they can reach x and w
+    """
     itemsize = np.dtype(dtype).itemsize
+    n_weight_rows = n * WEIGHT_ROWS[op]
+    takes = tensor_copies and _take_warpgroups(op, target, k, itemsize)
     if m <= MAX_ROWS:
-        tile = _rows_tile(op, target, m, n, k, itemsize)
-        if tile is not None:
-            return tile
-    by_warpgroups = _warpgroup_tile(op, target, m, n * WEIGHT_ROWS[op], k, itemsize)
-    return by_warpgroups or choose_warps(op, target, m, n, itemsize)
+        # Below, a warp for each weight row keeps more of the GPU busy.
+        busy = -(-n_weight_rows // 64) * 8 >= target.sm_count * 3
+        if takes and busy and not norm:
+            tile = _fastest(_WARPGROUPS_OF_FEW, target, m, n_weight_rows, k)
+            if tile is not None:
+                return tile
+        rows_tile = _rows_tile(op, target, m, n, k, itemsize)
+        if rows_tile is not None:
+            return rows_tile
+    tile = _fastest(_WARPGROUPS, target, m, n_weight_rows, k) if takes else None
+    return tile or choose_warps(op, target, m, n, itemsize)
 
 
 def choose_warps(op: str, target: Target, m: int, n: int, itemsize: int) -> MatmulTile:
@@ -286,7 +327,14 @@ def choose_warps(op: str, target: Target, m: int, n: int, itemsize: int) -> Matm
 
 @functools.cache
 def choose_packed(
-    op: str, target: Target, m: int, n_weight_rows: int, k: int, dtype: Any
+    op: str,
+    target: Target,
+    m: int,
+    n_weight_rows: int,
+    k: int,
+    dtype: Any,
+    *,
+    tensor_copies: bool = True,
 ) -> PackedTile:
     """Choose the tile of x [m, k] times a packed weight [n_weight_rows, k], or two of half that."""
     itemsize = np.dtype(dtype).itemsize
@@ -294,26 +342,24 @@ def choose_packed(
         tile = _packed_rows_tile(target, m, k, itemsize)
         if tile is not None:
             return tile
-    by_warpgroups = _warpgroup_tile(op, target, m, n_weight_rows, k, itemsize)
-    return by_warpgroups or choose_packed_warps(target, m, n_weight_rows, itemsize)
-
-
-def choose_packed_warps(target: Target, m: int, n_weight_rows: int, itemsize: int) -> MatmulTile:
-    """Choose among the tiles of packed weights that take rows of x of any size at any address."""
+    takes = tensor_copies and _take_warpgroups(op, target, k, itemsize)
+    by_warpgroups = _fastest(_WARPGROUPS, target, m, n_weight_rows, k) if takes else None
+    if by_warpgroups is not None:
+        return by_warpgroups
     shapes = _PACKED_FFMA if itemsize == 4 else _PACKED_WARPS
     return _cheapest(shapes, target, m, n_weight_rows, itemsize)
 
 
-def _warpgroup_tile(
-    op: str, target: Target, m: int, n_weight_rows: int, k: int, itemsize: int
-) -> WarpgroupTile | None:
+def _take_warpgroups(op: str, target: Target, k: int, itemsize: int) -> bool:
     # Rows that are no multiple of 16 bytes are out of the reach of tensor copies.
-    if op not in WARPGROUP_OPS or itemsize != 2 or target.arch != "90a" or k % 8 or not k:
-        return None
+    return op in WARPGROUP_OPS and itemsize == 2 and target.arch == "90a" and k > 0 and k % 8 == 0
+
+
+def _fastest(
+    shapes: tuple[WarpgroupTile, ...], target: Target, m: int, n_weight_rows: int, k: int
+) -> WarpgroupTile | None:
     fitting = [
-        tile
-        for tile in _WARPGROUPS
-        if tile.takes(k) and tile.shared_bytes(itemsize) <= target.shared_bytes
+        tile for tile in shapes if tile.takes(k) and tile.shared_bytes(2) <= target.shared_bytes
     ]
     if not fitting:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from conftest import DTYPES
 from graph_nodes import readable
 
 import cufuse.reference
-from cufuse import benchmarks, device, ops
+from cufuse import benchmarks, device, generate, ops
 from cufuse.benchmarks import prompt, readme, rows, subject, timing, verify
 from cufuse.benchmarks.catalogue import cases
 from cufuse.benchmarks.decode import Decode
@@ -22,6 +23,7 @@ from cufuse.benchmarks.prompt import Prompt
 from cufuse.benchmarks.rows import Row
 from cufuse.benchmarks.subject import Oracle, Piece, Subject
 from cufuse.cli import main
+from cufuse.engines import mega as mega_engine
 
 CASES = cases()
 
@@ -170,7 +172,7 @@ def test_mega_verifies(monkeypatch, kind):
 )
 def test_kernels_of_a_prompt_verify(monkeypatch, model, engine, kind):
     """In pieces of 17 and 6 for decoders: the second begins behind a filled cache."""
-    monkeypatch.setattr(prompt, "PREFILL_ROWS", 17)
+    monkeypatch.setattr(prompt, "_CHECKED_TOKENS", 17)
     oracle = Prompt(2, 23).oracle(Subject(model, "cpu", np.dtype(np.float32)))
     upload = device.twin if kind == "twin" else device.require_cupy().asarray
     assert oracle.error(engine, upload, model) < 1e-5
@@ -269,7 +271,8 @@ def test_decode_table_has_a_row_for_each_engine(model):
 
 
 def test_prompts_are_added_behind_the_decode_rows(monkeypatch):
-    monkeypatch.setattr(prompt, "PREFILL_ROWS", 8)
+    monkeypatch.setattr(generate, "PREFILL_ROWS", 16)
+    monkeypatch.setattr(mega_engine, "_LAUNCH_TOKENS", 8)
     arguments = ("decode", "-m", "tiny", "--device", "cpu", "-d", "8", "-n", "2", "-r", "1")
     made = found(bench(*arguments, "-p", "8,12", "-b", "2", "-o", "jsonl"))
     assert [row["test"] for row in made] == ["tg2 @ d8"] * 3 + ["pp8"] * 3 + ["pp12"] * 3
@@ -286,7 +289,7 @@ def test_prompts_are_added_behind_the_decode_rows(monkeypatch):
     (mega,) = found(bench(*arguments, "-p", "12", "-n", "0", "-e", "mega", "-o", "jsonl"))
     assert mega["launches_per_token"] == 2  # a piece is one
     table = bench(*arguments, "-p", "8", "-n", "0", "-e", "fused").stdout.splitlines()
-    assert table[0].endswith("| test | launches | MB moved | ms | t/s | GB/s | max err |")
+    assert table[0].endswith("| ms | ms in graph | t/s | GB/s | max err |")
 
 
 def test_encoder_has_prompt_rows_only():
@@ -374,6 +377,14 @@ def test_rows_are_saved(monkeypatch, tmp_path):
     kept = rows.load(tmp_path / "results")
     assert path.suffix == ".jsonl" and len(kept) == 2
     assert kept[0].commit == "abc1234" and kept[0].op == "linear" and kept[0].sizes == "2 x 24 x 16"
+
+
+def test_rows_of_peers_are_not_ours(tmp_path):
+    ours = Row("op", "fused", "bfloat16", op="linear", sizes="1 x 2 x 3")
+    rows.save([replace(ours, date="2026-01-02")], tmp_path)
+    peer = {"peer": "torch", "mode": "compile", "test": "pp512", "ms": 1.0}
+    (tmp_path / "2026-01-02-peers.jsonl").write_text(json.dumps(peer) + "\n")
+    assert [row.op for row in rows.load(tmp_path)] == ["linear"]
 
 
 def test_plot(tmp_path):
@@ -502,6 +513,45 @@ def test_read_kernel_reads_every_word():
         assert sink[0] == 0x5EED5EED
 
 
+@pytest.mark.cpu_kernels
+def test_pause_takes_its_time():
+    from cufuse import jit
+
+    begin = time.perf_counter()
+    jit.kernel("unfused/pause.cu", "pause").launch(1, 32, {"ns": 10**8}, like=device.twin([0]))
+    assert 0.1 <= time.perf_counter() - begin < 30
+
+
+@pytest.mark.gpu
+def test_gpu_rows_of_an_op_quote_one_time():
+    size = ("--size", "256x1024x1024", "--size", "8x1024x1024")
+    made = found(bench("linear", *size, "-e", "fused", "-r", "2", "-o", "jsonl"))
+    large, small = made
+    assert large["tflops"] == pytest.approx(2 * 256 * 1024**2 / large["ms_alone"] / 1e9)
+    assert small["gbps"] == pytest.approx(small["moved_bytes"] / small["ms_per_step_graph"] / 1e6)
+    for row in made:
+        quoted = row["ms_alone"] if row["tflops"] else row["ms_per_step_graph"]
+        assert np.median(row["samples"]) == pytest.approx(quoted)
+        assert 0 < row["x_cublas"] < 100 and 0 < row["max_rel_err"] < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("model", "engines"),
+    [("tiny", "unfused,fused,mega"), ("tiny-moe", "fused"), ("minilm", "fused")],
+)
+def test_gpu_rows_of_a_prompt(monkeypatch, model, engines):
+    monkeypatch.setattr(generate, "PREFILL_ROWS", 64)
+    arguments = ("-m", model, "-n", "0", "-p", "150", "-e", engines, "-r", "2", "-o", "jsonl")
+    made = found(bench("decode", *arguments))
+    assert [row["engine"] for row in made] == engines.split(",")
+    for row in made:
+        assert row["test"] == "pp150" and row["launches_per_token"] > 0
+        assert 0 < row["ms_per_step_graph"] < 2 * row["ms_per_step"]
+        assert np.median(row["samples"]) == pytest.approx(row["ms_per_step_graph"])
+        assert 0 < row["max_rel_err"] < 4e-2
+
+
 @pytest.mark.gpu
 def test_graph_nodes_see_every_launch():
     import cupy
@@ -532,3 +582,17 @@ def test_gpu_times_are_plausible():
     x = [cupy.ones((64, 4096), cupy.float32) for _ in range(4)]
     run = lambda i: ops.rmsnorm(x[i], out=x[i])  # noqa: E731
     assert 0 < timing.in_graph(run, 4).median <= timing.plain(run, 4).median * 1.5
+    assert 0 < timing.alone(run, 4).median < timing.plain(run, 4).median * 1.5
+
+
+@pytest.mark.gpu
+def test_a_call_behind_a_pause_is_timed_without_the_host():
+    import cupy
+
+    x = cupy.ones((64, 4096), cupy.float32)
+
+    def run(i):
+        time.sleep(2e-3)
+        ops.rmsnorm(x, out=x)
+
+    assert timing.alone(run, 1, repetitions=1).median < 1

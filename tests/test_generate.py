@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
-from conftest import to_numpy
+from conftest import DTYPES, to_numpy
+from graph_nodes import launched
 from models import CONFIGS, small
 
-from cufuse import engines, jit
-from cufuse.generate import Decoder, KernelStopped, Sampling, generate
+from cufuse import engines, jit, ops
+from cufuse import generate as generate_module
+from cufuse.generate import Decoder, KernelStopped, Prefill, Sampling, generate, piece_rows
 from cufuse.state import State
 
 VOCAB = CONFIGS["llama"].vocab_size
@@ -186,6 +191,194 @@ def test_a_nan_is_told_from_a_kernel_that_gave_up():
     with pytest.raises(RuntimeError, match="the logits hold a NaN") as raised:
         decoder.ids()
     assert not isinstance(raised.value, KernelStopped)
+
+
+# ---- pieces of a prompt -------------------------------------------------------------------------
+
+
+class Captured:
+    """A stream that can be captured and what it makes of that: a list of calls, run by `launch`."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] | None = None  # while it is captured
+        self.replayed: list[int] = []  # calls of each graph that was launched
+
+    def begin_capture(self) -> None:
+        assert self.calls is None
+        self.calls = []
+
+    def end_capture(self) -> SimpleNamespace:
+        calls, self.calls = self.calls, None
+
+        def launch(stream):
+            assert stream is self
+            self.replayed.append(len(calls))
+            for call in calls:
+                call()
+
+        return SimpleNamespace(launch=launch)
+
+    def enqueue(self, call: Callable[[], None]) -> None:
+        if self.calls is None:
+            call()
+        else:
+            self.calls.append(call)
+
+
+class Sums:
+    """A step whose logits say which tokens it was given, and behind how many others."""
+
+    def __init__(self, stream: Captured) -> None:
+        self.stream = stream
+        self.plain: list[int] = []  # tokens of each step that was not captured
+        self.fails = False
+
+    def __call__(self, weights, state, tokens):
+        n, logits = tokens.shape[1], state.buffer("logits", (1, 2), np.int64)
+        state.check_room(n)
+        if self.stream.calls is None:
+            self.plain.append(n)
+
+        def work():
+            logits[0] = (tokens * np.arange(1, n + 1)).sum(), state.start[0]
+            state.start += np.int32(n)
+
+        self.stream.enqueue(work)
+        if self.fails:
+            raise KeyboardInterrupt
+        state.length += n
+        return logits
+
+    @staticmethod
+    def wanted(ids: np.ndarray, rows: int) -> list[int]:
+        begin = (ids.shape[1] - 1) // rows * rows
+        last = ids[0, begin:].astype(np.int64)
+        return [int((last * np.arange(1, len(last) + 1)).sum()), begin]
+
+
+def reading(rows: int) -> tuple[Prefill, Sums, State]:
+    weights, stream = small("llama"), Captured()
+    state, step = State(weights, capacity=96), Sums(stream)
+    return Prefill(step, weights, state, rows=rows, stream=stream), step, state
+
+
+def test_a_length_that_comes_again_is_replayed(rng):
+    prefill, step, state = reading(rows=4)
+    for number in range(3):
+        ids = rng.integers(0, VOCAB, (1, 15)).astype(np.int32)
+        got = prefill(ids)
+        assert got[0].tolist() == step.wanted(ids, 4)
+        assert state.length == int(state.start[0]) == 15
+        # Of four pieces the first and the last were new once.
+        assert step.plain == [4, 3]
+        assert step.stream.replayed == [1] * (2 + 4 * number)
+        state.reset()
+
+
+def test_the_lengths_used_last_are_kept(rng):
+    prefill, step, state = reading(rows=9)
+    for n in (5, 1, 2, 3, 5, 4, 5, 1):  # 1 has been forgotten for 4
+        ids = rng.integers(0, VOCAB, (1, n)).astype(np.int32)
+        assert prefill(ids)[0].tolist() == [*step.wanted(ids, 9)[:1], state.length - n]
+    assert step.plain == [5, 1, 2, 3, 4, 1]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_interrupted_prompt_leaves_whole_pieces(at):
+    """In a plain step, in a capture, and in a plain step behind a replay."""
+    prefill, step, state = reading(rows=4)
+    ids = np.arange(11, dtype=np.int32)[None]
+    begins = [0, 4, 8]
+    if at:
+        prefill(ids[:, : begins[at]])
+    step.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        prefill(ids[:, begins[at] : begins[at] + 4])
+    step.fails = False
+    assert state.length == begins[at] and step.stream.calls is None
+    state.restart(state.length)  # the step that failed had enqueued its work
+    got = prefill(ids[:, state.length :])
+    assert got[0].tolist() == step.wanted(ids, 4)
+    assert state.length == int(state.start[0]) == 11
+
+
+def test_an_unfinished_step_is_not_replayed():
+    prefill, step, state = reading(rows=2)
+    prefill(np.zeros((1, 4), np.int32))
+    state.unfinished = True  # what has to be left out of the next step is not in the graph
+    prefill(np.zeros((1, 2), np.int32))
+    assert step.plain == [2, 2] and len(step.stream.replayed) == 1
+
+
+@pytest.mark.parametrize("batch", [1, 3, 5000])
+def test_pieces_are_bounded(monkeypatch, batch):
+    made = small("llama")
+    state = State(made, batch=1, capacity=96)
+    state.batch = batch
+    rows = piece_rows(state)
+    assert rows & (rows - 1) == 0 and rows == {1: 4096, 3: 1024, 5000: 1}[batch]
+    if batch == 1:
+        widest = state.config.q_dim + 2 * state.config.kv_dim
+        monkeypatch.setattr(generate_module, "_PIECE_BYTES", 300 * 4 * widest)
+        assert piece_rows(state) == 256 and piece_rows(state, 8 * widest) == 128
+        assert piece_rows(state, 1 << 40) == 128
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        *[("llama", engine) for engine in ("unfused", "fused", "mega")],
+        *[("gpt-oss", engine) for engine in ("unfused", "fused")],
+    ],
+)
+def test_replayed_pieces_have_the_bits_of_single_launches(rng, monkeypatch, name, engine):
+    """Pieces of 20, 32 and 7 tokens; the one of 20 is captured before buffers grow for 32."""
+    import cupy
+
+    monkeypatch.setattr(generate_module, "PREFILL_ROWS", 32)
+    weights = small(name, DTYPES["bf16"]).map(cupy.asarray)
+    prompts = [rng.integers(0, VOCAB, (1, n)).astype(np.int32) for n in (20, 20, 71, 20, 71)]
+    runs = []
+    for graph in (False, True):
+        state = State(weights, capacity=96)
+        decoder = Decoder(weights=weights, state=state, graph=graph, **engines.functions(engine))
+        runs.append([])
+        for prompt in prompts:
+            n = prompt.shape[1]
+            with decoder.stream:
+                state.reset()
+            decoder.prefill(prompt)
+            ids = [int(decoder.ids()[0])]
+            for _ in range(5):
+                decoder.decode()
+                ids.append(int(decoder.ids()[0]))
+            cache = [to_numpy(state.keys(i))[0, : n + 5].tobytes() for i in range(2)]
+            runs[-1].append((ids, cache))
+            assert int(to_numpy(state.start)[0]) == state.length == n + 5
+        decoder.close()
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.gpu
+def test_scratch_that_a_capture_needs_first_is_zeroed_before_it_runs(rng):
+    import cupy
+
+    x = cupy.asarray(rng.standard_normal((2, 5000), np.float32))
+    out = cupy.full(2, -7, np.int32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    ops.argmax(x, out=out)  # compiles it; scratch memory is another stream's
+    cupy.cuda.runtime.deviceSynchronize()
+    with stream:
+        stream.begin_capture()
+        ops.argmax(x, out=out)
+        graph = stream.end_capture()
+        ops.argmax(x, out=out)  # before the graph ran once
+        assert out.get().tolist() == x.get().argmax(1).tolist()
+        out.fill(-7)
+        graph.launch(stream)
+        assert out.get().tolist() == x.get().argmax(1).tolist()
+    assert launched(lambda: ops.argmax(x, out=out, stream=stream), stream) == ["argmax"]
 
 
 @pytest.mark.gpu

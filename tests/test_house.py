@@ -101,6 +101,16 @@ def test_no_torch():
         assert not re.search(r"^\s*(import|from) torch", path.read_text(), re.MULTILINE), path
 
 
+def test_peers_stand_beside_the_product():
+    """They run without it, and a wheel does not hold them."""
+    folder = ROOT / "benchmarks" / "peers"
+    assert list(folder.glob("*.py")) and not (folder / "__init__.py").exists()
+    for path in folder.glob("*.py"):
+        assert not imported(path) and path.stem.startswith("torch_"), path
+    for _, path in modules():
+        assert not re.search(r"^\s*(import|from) .*\bpeers\b", path.read_text(), re.MULTILINE), path
+
+
 def test_every_kernel_names_sample_instantiations():
     files = {path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cu")}
     assert {kernel.file for kernel in jit.samples()} == files

@@ -41,6 +41,33 @@ def test_a_step_launches_only_our_kernels(engine, name, batch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("engine", ["unfused", "fused"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_piece_of_a_prompt_launches_only_our_kernels(engine, name, batch):
+    """Nothing comes from the host either: a captured piece is replayed behind other tokens."""
+    import cupy
+
+    weights = small(name).map(cupy.asarray)
+    state = State(weights, batch=batch, capacity=40)
+    tokens = cupy.zeros((batch, 19), np.int32)
+    step = engines.get(engine).step
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def piece() -> None:
+        step(weights, state, tokens)
+
+    cupy.cuda.runtime.deviceSynchronize()
+    with stream:
+        piece()  # compiles and allocates
+        if not weights.config.causal:
+            state.reset()
+        with jit.record() as record:
+            names = launched(piece, stream)
+    assert sorted(names) == sorted(launch.kernel for launch in record.launches)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8), Sampling(0.8, 9, 0.9, 0.01)])
 @pytest.mark.parametrize("tokens_per_launch", [1, 4])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "interleaved", "mistral"])

@@ -233,6 +233,18 @@ def test_packed_and_row_major_weights_give_the_same_bits(by_warpgroups, rng):
     assert (gated == ops.gated_linear(a["x"], pack(a["w"], up=a["up"]))).all()
 
 
+@LAYOUT
+@pytest.mark.cpu_kernels
+def test_values_stay_in_their_columns(by_warpgroups, packed):
+    by_warpgroups("single")
+    w = np.zeros((19, 40), np.float16)
+    w[3, 39], w[18, 0] = np.nan, np.inf
+    there = device.twin(w)
+    got = ops.linear(device.twin(np.ones((9, 40), np.float16)), pack(there) if packed else there)
+    assert np.isnan(got[:, 3]).all() and np.isinf(got[:, 18]).all()
+    assert (np.delete(got, [3, 18], axis=1) == 0).all()
+
+
 def test_a_map_says_what_it_wants():
     with pytest.raises(ValueError, match="rows of a multiple of 16 bytes"):
         tensor_map.rows(device.twin(np.zeros((4, 9), np.float16)), 4)

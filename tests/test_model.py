@@ -9,6 +9,7 @@ import pytest
 
 import cufuse
 from cufuse import device, generate, jit
+from cufuse.engines import mega
 from cufuse.model import Model
 from cufuse.weights import random
 
@@ -77,7 +78,7 @@ def dense():
 def launched(model: Model, prompt: list[int], **options: object) -> list[str]:
     """The kernels that a generation launches; nothing is run, so every id drawn is 0."""
     with jit.record(dry=True) as record:
-        ids = list(model.generate(prompt, engine="mega", stop_ids=(), **options))
+        ids = list(model.generate(prompt, **{"engine": "mega", "stop_ids": (), **options}))
     assert ids == [0] * options["max_new_tokens"]
     return [launch.kernel for launch in record.launches]
 
@@ -113,9 +114,16 @@ def test_mega_draws_with_filters_in_the_launch(dense, sampling):
 
 
 def test_long_prompt_takes_a_launch_for_each_piece(dense, monkeypatch):
-    monkeypatch.setattr(generate, "PREFILL_ROWS", 4)
+    monkeypatch.setattr(mega, "_LAUNCH_TOKENS", 4)
     names = launched(dense, [1] * 9, prefill="chunked", max_new_tokens=1)
     assert names == ["decode"] * 3 + ["argmax"]
+
+
+@pytest.mark.parametrize("engine", ["unfused", "fused", "mega"])
+def test_long_prompt_goes_through_rows_in_pieces(dense, monkeypatch, engine):
+    monkeypatch.setattr(generate, "PREFILL_ROWS", 4)
+    names = launched(dense, [1] * 10, engine=engine, max_new_tokens=1)
+    assert names.count("embed") == names.count("advance") == 3 and names[-1] == "argmax"
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,16 @@ def test_reset_forgets_tokens(to):
     assert state.length == 0 and int(to_numpy(state.start)[0]) == 0
 
 
+@pytest.mark.parametrize(("batch", "n"), [(1, 1), (3, 1), (1, 130), (3, 50)])
+def test_positions_follow_the_start(to, batch, n):
+    state = State(small("llama").map(to), batch=batch, capacity=8)
+    start = np.arange(batch, dtype=np.int32) * 7 + 2
+    state.start[...] = to(start)
+    got = state.positions(n)
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(to_numpy(got), (start[:, None] + np.arange(n)).ravel())
+
+
 def test_caches_have_whole_accesses():
     state = State(small("llama"), capacity=37)
     assert state.keys(0).shape == (1, 128, 1, 32)

@@ -98,16 +98,28 @@ def test_tiles_are_frozen():
 @pytest.mark.parametrize(
     "m, n, k, wanted",
     [
-        (8192, 8192, 8192, (128, 256, 1)),
-        (4096, 14336, 4096, (128, 256, 1)),
-        (4096, 8192, 2048, (128, 128, 2)),
-        (1024, 4096, 4096, (128, 256, 1)),
-        (256, 4096, 4096, (64, 128, 1)),
-        (65, 128, 64, (64, 128, 1)),
+        (8192, 8192, 8192, (256, 128, 1, 1)),
+        (4096, 14336, 4096, (256, 128, 1, 1)),
+        (4096, 8192, 2048, (128, 128, 2, 1)),
+        (1024, 4096, 4096, (256, 128, 1, 1)),
+        (256, 4096, 4096, (128, 64, 1, 1)),
+        (512, 2048, 8192, (128, 64, 1, 1)),
+        (64, 4096, 4096, (32, 64, 1, 1)),
+        (16, 4096, 4096, (16, 64, 1, 1)),
+        (16, 1024, 4096, (16, 64, 1, 4)),
+        (8, 4096, 4096, (8, 64, 1, 1)),
+        (1, 14336, 4096, (8, 128, 1, 1)),
     ],
 )
 def test_warpgroups_take_the_tile_that_was_fastest(m, n, k, wanted):
     tile = tiles.choose("linear", Target("90a", 132, 227 * 1024), m, n, k, bfloat16)
     assert isinstance(tile, tiles.WarpgroupTile)
-    assert (tile.block_m, tile.block_n, tile.teams) == wanted
+    assert (tile.block_m, tile.block_n, tile.teams, tile.split) == wanted
     assert tile.launch_shape(Target("90a", 132, 227 * 1024), m, n, 2).grid[0] <= 132
+
+
+def test_few_rows_of_a_small_weight_or_with_a_norm_are_rows():
+    target = Target("90a", 132, 227 * 1024)
+    assert isinstance(tiles.choose("linear", target, 1, 1024, 4096, bfloat16), tiles.RowsTile)
+    tile = tiles.choose("linear", target, 1, 4096, 4096, bfloat16, norm=True)
+    assert isinstance(tile, tiles.RowsTile)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -137,6 +136,15 @@ def check_linear(m=2, n=16, k=96):
     np.testing.assert_allclose(got, ops.linear(x, w), rtol=2e-2, atol=2e-2)
 
 
+def check_added(m, n, k):
+    rng = np.random.default_rng(0)
+    shapes = (m, k), (n, k), (m, n)
+    x, w, residual = (rng.standard_normal(shape).astype(np.float16) for shape in shapes)
+    got = ops.linear(device.twin(x), device.twin(w), residual=device.twin(residual))
+    wanted = ops.linear(x, w, residual=residual)
+    np.testing.assert_allclose(np.asarray(got), wanted, rtol=2e-2, atol=2e-2)
+
+
 def check_tile_linear():
     check_linear(m=128, n=64, k=256)
 
@@ -156,27 +164,35 @@ def check_packed_tiles():
     check_packed(40, 80, 520)
 
 
-def check_warpgroups():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tiles, "TWIN", dataclasses.replace(tiles.TWIN, arch="90a"))
-        patched.setattr(tiles, "_PACKED_WARPS", tiles._PACKED_WARPGROUPS)
-        check_packed(40, 80, 840)
-
-
-def check_tensor_tiles(tile=(64, 128, 1, 1, 2, 8, 1)):
+def check_warpgroup_tiles(tile=(64, 128, 2, 2, 8, 1, 1), packed=False, residual=False):
+    """Check an op whose tile, on a GPU of two SMs, is one of sm_90a."""
     tile = tiles.WarpgroupTile(*tile, 1, 1)
     target = tiles.Target("90a", 2, 227 * 1024)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(tiles, "TWIN", target)
         patched.setattr(tiles, "_WARPGROUPS", (tile,))
-        patched.setattr(tiles, "WARPGROUP_ROWS", tiles.MAX_ROWS)
-        tiles.choose.cache_clear()
-        check_linear(m=70, n=264, k=392)
-    tiles.choose.cache_clear()
+        for choose in (tiles.choose, tiles.choose_packed):
+            choose.cache_clear()
+        check = check_packed if packed else check_added if residual else check_linear
+        check(70, 264, 392)
+    for choose in (tiles.choose, tiles.choose_packed):
+        choose.cache_clear()
 
 
-def check_tensor_teams():
-    check_tensor_tiles((64, 64, 1, 1, 3, 8, 2))
+def check_warpgroup_residual():
+    check_warpgroup_tiles((64, 128, 1, 2, 8, 1, 1), residual=True)  # more boxes than one
+
+
+def check_warpgroup_teams():
+    check_warpgroup_tiles((64, 64, 1, 3, 8, 2, 1))
+
+
+def check_warpgroup_panels():
+    check_warpgroup_tiles(packed=True)
+
+
+def check_warpgroup_split():
+    check_warpgroup_tiles((64, 64, 1, 3, 8, 1, 2))
 
 
 def check_attention(q_len=40):
@@ -204,9 +220,11 @@ CHECKS = (
     check_tile_linear,
     check_packed_rows,
     check_packed_tiles,
-    check_warpgroups,
-    check_tensor_tiles,
-    check_tensor_teams,
+    check_warpgroup_tiles,
+    check_warpgroup_residual,
+    check_warpgroup_teams,
+    check_warpgroup_panels,
+    check_warpgroup_split,
     check_attention,
     check_decode,
 )
@@ -444,101 +462,120 @@ FAULTS = {
         0,
         WRONG,
     ),
-    "warpgroups: a stage read before landing": (
-        check_warpgroups,
-        "device/packed_tiles.cuh",
-        "copy_async_wait<kStages - 3>();",
-        "copy_async_wait<kStages - 2>();",
-        0,
-        "in flight|without fence_proxy_async",
-    ),
-    "warpgroups: a stage overwritten": (
-        check_warpgroups,
-        "device/packed_tiles.cuh",
-        "__syncthreads();  // the block has landed, and all are done",
-        "// the block has landed, and all are done",
-        0,
-        "or a race: |in flight",
-    ),
-    "warpgroups: no proxy fence": (
-        check_warpgroups,
-        "device/packed_tiles.cuh",
-        "fence_proxy_async();",
-        "",
-        0,
-        "a store without fence_proxy_async",
-    ),
-    "warpgroups: weights overwritten": (
-        check_warpgroups,
-        "device/packed_tiles.cuh",
-        "wgmma_wait<1>();",
-        "",
-        0,
-        "a's registers are written before wgmma_wait",
-    ),
-    "tensor tiles: a stage is never given back": (
-        check_tensor_tiles,
+    "warpgroup tiles: a stage is never given back": (
+        check_warpgroup_tiles,
         "device/warpgroup_tiles.cuh",
         "Ring::release(before);",
         "",
         1,
         "hangs",
     ),
-    "tensor tiles: fewer bytes announced than copied": (
-        check_tensor_tiles,
+    "warpgroup tiles: fewer bytes announced than copied": (
+        check_warpgroup_tiles,
         "device/warpgroup_tiles.cuh",
         "expect_tx(full, Shape::kStageBytes)",
         "expect_tx(full, Shape::kStageBytes - 16)",
         0,
         "hangs|too few were announced",
     ),
-    "tensor tiles: a stage given back while it is read": (
-        check_tensor_tiles,
+    "warpgroup tiles: a stage given back while it is read": (
+        check_warpgroup_tiles,
         "device/warpgroup_tiles.cuh",
-        "wgmma_wait<1>();",
+        "wgmma_wait<1>();  // the block before this one\n",
         "",
         0,
         "race|copy|product|Not equal|Mismatched",
     ),
-    "tensor tiles: results stored without a fence": (
-        check_tensor_tiles,
+    "warpgroup tiles: results stored without a fence": (
+        check_warpgroup_tiles,
         "device/warpgroup_tiles.cuh",
         "fence_proxy_async_shared();",
         "",
         0,
         "a store without fence_proxy_async",
     ),
-    "tensor tiles: a box overwritten while it is stored": (
-        check_tensor_tiles,
+    "warpgroup tiles: a box overwritten while it is stored": (
+        check_warpgroup_tiles,
         "device/warpgroup_tiles.cuh",
         "store_bulk_wait_read<Shape::kBoxes - 1>();",
         "store_bulk_wait_read<Shape::kBoxes>();",
         0,
         "copy|race",
     ),
-    "tensor tiles: results without a swizzle": (
-        check_tensor_tiles,
+    "warpgroup tiles: a residual over a box that is stored": (
+        check_warpgroup_residual,
         "device/warpgroup_tiles.cuh",
-        "swizzle<128>(place + (j + lane / 16) * 16)",
-        "(place + (j + lane / 16) * 16)",
+        "store_bulk_wait_read<0>();",
+        "",
+        0,
+        "copy|race",
+    ),
+    "warpgroup tiles: a residual read before landing": (
+        check_warpgroup_residual,
+        "device/warpgroup_tiles.cuh",
+        """mbarrier_wait(WarpgroupRing<Shape>::there(warpgroup, used % Shape::kBoxes),
+                        used / Shape::kBoxes % 2);""",
+        "",
+        0,
+        "in flight|race",
+    ),
+    "warpgroup tiles: results without a swizzle": (
+        check_warpgroup_tiles,
+        "device/warpgroup_tiles.cuh",
+        "swizzle<Shape::kBoxLineBytes>((line",
+        "((line",
         0,
         WRONG,
     ),
-    "tensor tiles: a box off its alignment": (
-        check_tensor_tiles,
+    "warpgroup tiles: a box off its alignment": (
+        check_warpgroup_tiles,
         "device/warpgroup_tiles.cuh",
-        "Ring::left(cursor), x, tile.row",
-        "Ring::left(cursor) + 128, x, tile.row",
+        "copy_tensor(left, maps.w, full, k, tile.column);",
+        "copy_tensor(left + 128, maps.w, full, k, tile.column);",
         0,
         "multiple of 1024",
     ),
-    "tensor tiles: a team out of turn": (
-        check_tensor_teams,
-        "fused/linear_sm90.cu",
+    "warpgroup tiles: a team out of turn": (
+        check_warpgroup_teams,
+        "device/warpgroup_tiles.cuh",
         "if (waits) wait_for_turn<Shape>(team);",
         "",
         0,
         "copy|race|hangs",
+    ),
+    "warpgroup tiles: fragments of a block before it landed": (
+        check_warpgroup_panels,
+        "device/warpgroup_tiles.cuh",
+        """          mbarrier_wait(Ring::full(cursor.stage), cursor.round);
+          fragments[set ^ 1]""",
+        "          fragments[set ^ 1]",
+        0,
+        "in flight|race",
+    ),
+    "warpgroup tiles: fragments overwritten": (
+        check_warpgroup_panels,
+        "device/warpgroup_tiles.cuh",
+        "wgmma_wait<1>();  // the block before this one, whose",
+        "// the block before this one, whose",
+        0,
+        "written before wgmma_wait|in flight|race",
+    ),
+    "warpgroup tiles: sums over a ring that is read": (
+        check_warpgroup_split,
+        "device/warpgroup_tiles.cuh",
+        "barrier_sync(1 + Shape::kMultipliers, kThreads);",
+        "",
+        0,
+        "race|in flight|product",
+    ),
+    "warpgroup tiles: sums read before the cluster met": (
+        check_warpgroup_split,
+        "device/warpgroup_tiles.cuh",
+        """  cluster_sync();
+  const int own""",
+        "  const int own",
+        0,
+        "race|cluster|Mismatched",
     ),
     "attention: a block read before landing": (
         check_attention,

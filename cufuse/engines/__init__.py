@@ -4,15 +4,18 @@ A step appends `tokens` (int32 [batch, q_len]) to the cache and returns logits [
 of the last position ([batch, q_len, vocab_size] with `all_logits`); a model without a head returns
 hidden states [batch, q_len, dim]. What it returns is overwritten by the next step.
 
-An engine may also have `step_and_draw`; `check`, which raises for what it cannot run; and
-`prefill`, for many rows of a prompt, where its step takes one token after the other.
+An engine may also have `step_and_draw`; `check`, which raises for what it cannot run; `prefill`,
+for many rows of a prompt, where its step takes one token after the other; and `piece_rows`, where
+its step wants a prompt in other pieces than `generate.piece_rows` says.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
+from cufuse import generate
 from cufuse.device import Array
 from cufuse.state import State
 from cufuse.weights import Weights
@@ -48,7 +51,7 @@ def functions(
     prefill: str = "rows",
     tokens_per_launch: int = 1,
 ) -> dict[str, Any]:
-    """Return what `generate.Decoder` takes of an engine: step, prefill and step_and_draw.
+    """Return what `generate.Decoder` takes of an engine: functions by the names of its arguments.
 
     prefill: how a prompt is read: "rows", many tokens at once, or "chunked", one after the other
         in a launch for each piece, with the bits of the steps that follow
@@ -70,8 +73,15 @@ def functions(
             f"tokens_per_launch is {tokens_per_launch}, wanted 1: engine {name} draws one; use "
             "engine mega"
         )
+    in_rows = by_token and prefill == "rows"
     return {
         "step": engine.step,
-        "prefill": engine.prefill if by_token and prefill == "rows" else engine.step,
+        "prefill": engine.prefill if in_rows else engine.step,
+        "piece_rows": generate.piece_rows if in_rows else piece_rows(name),
         "step_and_draw": getattr(engine, "step_and_draw", None),
     }
+
+
+def piece_rows(name: str) -> Callable[[State], int]:
+    """Return what tells the tokens of a sequence that one call of an engine's step is to take."""
+    return getattr(get(name), "piece_rows", generate.piece_rows)

@@ -9,6 +9,12 @@ from cufuse.state import State
 from cufuse.weights import Weights
 
 _KERNEL = ("mega/decode.cu", "decode")
+_LAUNCH_TOKENS = 512  # of a prompt: the GPU is nobody else's while a launch takes them
+
+
+def piece_rows(state: State) -> int:
+    """Return how many tokens of a prompt one call of `step`, a launch, takes."""
+    return _LAUNCH_TOKENS
 
 
 def prefill(weights: Weights, state: State, tokens: Array, *, all_logits: bool = False) -> Array:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
-from cufuse import ops
+from cufuse import generate, ops
 from cufuse.config import Config
 from cufuse.device import Array
 from cufuse.engines import _parts
@@ -22,12 +20,18 @@ from cufuse.state import State
 from cufuse.weights import Layer, Weights
 
 
+def piece_rows(state: State) -> int:
+    """Return how many tokens of each sequence go through one step; scores are the widest of all."""
+    keys = state.all_keys
+    return generate.piece_rows(state, state.config.n_heads * keys.shape[3] * keys.itemsize)
+
+
 def step(weights: Weights, state: State, tokens: Array, *, all_logits: bool = False) -> Array:
     """Append tokens [batch, q_len] and return the logits of the last position."""
     c = weights.config
     _parts.check(weights, state, tokens)
     x = _parts.embed(weights, state, tokens)
-    positions = _positions(state, tokens.shape[1])
+    positions = state.positions(tokens.shape[1])
     h = state.buffer("h", x.shape)
     o = state.buffer("o", x.shape)
     for i, layer in enumerate(weights.layers):
@@ -53,14 +57,6 @@ def step(weights: Weights, state: State, tokens: Array, *, all_logits: bool = Fa
         x = ops.matmul(h, weights.head, out=logits)
     state.advance(tokens.shape[1])
     return x
-
-
-def _positions(state: State, q_len: int) -> Array:
-    """The position of every row: on the device already for one token, else counted by the host."""
-    if q_len == 1:
-        return state.start
-    positions = np.arange(state.length, state.length + q_len, dtype=np.int32)
-    return state.upload(np.tile(positions, state.batch))
 
 
 def _rmsnorm(c: Config, x: Array, weight: Array, out: Array) -> None:

@@ -87,14 +87,20 @@ def multiply(
     """
     m, n, k = bound.rows, bound.sizes["n"], bound.sizes["k"]
     target, itemsize = tiles.target_of(y), bound.dtype.itemsize
-    tile = tiles.choose(bound.op, target, m, n, k, bound.dtype)
+    tile = tiles.choose(
+        bound.op,
+        target,
+        m,
+        n,
+        k,
+        bound.dtype,
+        norm=norm is not None,
+        tensor_copies=all(map(tensor_map.fits, (bound["x"], *weights.values()))),
+    )
     if isinstance(tile, tiles.WarpgroupTile):
-        x = normed(bound, norm, stream)
-        if tensor_map.fits(x) and all(map(tensor_map.fits, weights.values())):
-            args = {**args, **weights, "x": x}
-            _multiply_by_warpgroups(bound, y, kernels, template, tile, args, stream)
-            return
-        tile = tiles.choose_warps(bound.op, target, m, n, itemsize)
+        args = {**args, **weights, "x": normed(bound, norm, stream)}
+        _multiply_by_warpgroups(bound, y, kernels, template, tile, args, stream)
+        return
     shape = tile.launch_shape(target, m, tiles.WEIGHT_ROWS[bound.op] * n, itemsize)
     args = {**args, **weights, "y": y, "rows": m, "n": n, "k": k}
     if isinstance(tile, tiles.RowsTile):
@@ -128,7 +134,7 @@ def _multiply_by_warpgroups(
     gated, itemsize = bound.op == "gated_linear", bound.dtype.itemsize
     residual = args.get("residual")
     by_tensor = tensor_map.fits(y) and (residual is None or tensor_map.fits(residual))
-    boxes = tile.box_rows, 32 if gated else 64
+    boxes = tile.box(tiles.WEIGHT_ROWS[bound.op])
     maps = {
         "x_map": tensor_map.rows(args["x"], tile.block_m),
         "y_map": tensor_map.rows(y, *boxes) if by_tensor else tensor_map.NONE,
@@ -192,15 +198,21 @@ def multiply_packed(
     m, (n, k) = bound.rows, w.shape
     target, n_weight_rows = tiles.target_of(y), n * (2 if w.gated else 1)
     itemsize = bound.dtype.itemsize
-    tile = tiles.choose_packed(bound.op, target, m, n_weight_rows, k, bound.dtype)
+    tile = tiles.choose_packed(
+        bound.op,
+        target,
+        m,
+        n_weight_rows,
+        k,
+        bound.dtype,
+        tensor_copies=tensor_map.fits(bound["x"]),
+    )
     if isinstance(tile, tiles.WarpgroupTile):
-        x = normed(bound, norm, stream)
-        if tensor_map.fits(x):
-            names = ("w_gate", "w_up") if w.gated else ("w",)
-            args = {**args, **dict.fromkeys(names), names[0]: w.array, "x": x}
-            _multiply_by_warpgroups(bound, y, kernels, template, tile, args, stream, w)
-            return
-        tile = tiles.choose_packed_warps(target, m, n_weight_rows, itemsize)
+        names = ("w_gate", "w_up") if w.gated else ("w",)
+        args = {**args, **dict.fromkeys(names), names[0]: w.array}
+        args["x"] = normed(bound, norm, stream)
+        _multiply_by_warpgroups(bound, y, kernels, template, tile, args, stream, w)
+        return
     shape = tile.launch_shape(target, m, n_weight_rows, itemsize)
     args = {**args, "w": w.array, "y": y, "rows": m, "n": n, "k": k}
     if isinstance(tile, tiles.PackedRowsTile):

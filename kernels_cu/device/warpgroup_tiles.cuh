@@ -7,10 +7,10 @@
 // fragments already and go through registers, as gates and ups do, of which a fragment has 8 rows
 // each: a thread that has a gate has its up too.
 //
-// Every sum runs over K in ascending steps into one accumulator, as in device/tile_matmul.cuh; with
-// kSplit the CTAs of a cluster have equal parts of K, and their sums are added in ascending order.
-// Pairs of CTAs that share weights by multicast were no faster (H200, bfloat16, 4096 x 14336 x
-// 4096: 632 us instead of 629).
+// Every sum runs over K in ascending steps into one accumulator, as in device/tile_matmul.cuh, or
+// into kChains in turn; with kSplit the CTAs of a cluster have equal parts of K. Such sums are
+// added up in ascending order. Pairs of CTAs that share weights by multicast were no faster (H200,
+// bfloat16, 4096 x 14336 x 4096: 632 us instead of 629).
 #pragma once
 
 #include "device/activation.cuh"
@@ -45,9 +45,12 @@ struct WarpgroupShape {
   static constexpr int kStages = kStages_, kGroupM = kGroupM_, kSplit = kSplit_;
   static constexpr int kThreads = (kMultipliers + 1) * 128;
   static constexpr int kColumns = kBlockN / (kGated ? 2 : 1);  // of y
-  static constexpr int kSlabs = kBlockN / kTeam / 64;          // of a warpgroup, 64 weight rows
-  static constexpr int kSlabColumns = kGated ? 32 : 64;        // of y
-  static constexpr int kSums = kBlockM / 2;                    // of a thread and a slab
+  static constexpr int kSlabs = kBlockN / kTeam / 64;    // of a warpgroup, 64 weight rows each
+  static constexpr int kSlabColumns = kGated ? 32 : 64;  // of y
+  static constexpr int kSums = kBlockM / 2;              // of a thread and a slab
+  // Narrow products would wait for each other: those of a block go to sums of their own.
+  static constexpr int kRoom = 128 / (kSlabs * kSums);
+  static constexpr int kChains = kRoom >= 4 ? 4 : kRoom >= 2 ? 2 : 1;
   static constexpr bool kFromRegisters = kGated || kLayout == Layout::packed;
   static constexpr int kLineBytes = kBlockK * 2;
   static constexpr int kLeftBytes = kBlockN * kLineBytes;
@@ -178,7 +181,7 @@ CUFUSE_DEVICE void fill_warpgroup_ring(WarpgroupTiles<Shape> tiles, const Warpgr
       u64* full = Ring::full(cursor.stage);
       mbarrier_arrive_expect_tx(full, Shape::kStageBytes);
       unsigned char* left = Ring::left(cursor);
-      const int block = tiles.first_block + i, k = block * Shape::kBlockK;
+      const int k = (tiles.first_block + i) * Shape::kBlockK;
       if constexpr (Shape::kLayout == Layout::packed) {
         constexpr int kPanelColumns = Shape::kGated ? P::kGatedRows : P::kTileRows;
         copy_tensor(left, maps.w, full, 0, k / P::kTileK, tile.column / kPanelColumns);
@@ -198,7 +201,18 @@ CUFUSE_DEVICE void fill_warpgroup_ring(WarpgroupTiles<Shape> tiles, const Warpgr
 // lane / 4; four of each eight rows of x, as wgmma leaves them.
 template <typename Shape>
 struct WarpgroupSums {
-  float d[Shape::kSlabs][Shape::kSums];
+  float d[Shape::kSlabs][Shape::kChains][Shape::kSums];  // afterwards all are in the first chain
+
+  CUFUSE_DEVICE void add_chains() {
+#pragma unroll
+    for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+#pragma unroll
+      for (int chain = 1; chain < Shape::kChains; ++chain) {
+#pragma unroll
+        for (int i = 0; i < Shape::kSums; ++i) d[slab][0][i] += d[slab][chain][i];
+      }
+    }
+  }
 };
 
 // The teams wait for each other at a named barrier each, before a tile: a team that came to a stage
@@ -254,15 +268,16 @@ CUFUSE_DEVICE void multiply_warpgroup_tile(WarpgroupSums<Shape>& sums,
                                            int blocks,
                                            F done) {
   using Ring = WarpgroupRing<Shape>;
-  constexpr int kSlabs = Shape::kSlabs, kSteps = Shape::kBlockK / 16;
+  constexpr int kSlabs = Shape::kSlabs, kChains = Shape::kChains, kSteps = Shape::kBlockK / 16;
   const int first_slab = warpgroup % Shape::kTeam * kSlabs;
   typename Ring::Cursor before = cursor;
   auto end = [&] {
     done();
-    wgmma_wait<0>(sums.d[0], sums.d[kSlabs - 1]);
+    wgmma_wait<0>(sums.d);
     Ring::release(before);
+    sums.add_chains();
   };
-  wgmma_fence(sums.d[0], sums.d[kSlabs - 1]);
+  wgmma_fence(sums.d);
   if constexpr (!Shape::kFromRegisters) {
     const int left = first_slab * 64 * Shape::kLineBytes;
 #pragma unroll 1
@@ -275,8 +290,9 @@ CUFUSE_DEVICE void multiply_warpgroup_tile(WarpgroupSums<Shape>& sums,
       for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
-          wgmma<T>(sums.d[slab], wgmma_advance(a, slab * 64 * Shape::kLineBytes + step * 32),
-                   wgmma_advance(b, step * 32), block + step > 0);
+          wgmma<T>(sums.d[slab][step % kChains],
+                   wgmma_advance(a, slab * 64 * Shape::kLineBytes + step * 32),
+                   wgmma_advance(b, step * 32), block > 0 || step >= kChains);
         }
       }
       wgmma_commit();
@@ -307,7 +323,8 @@ CUFUSE_DEVICE void multiply_warpgroup_tile(WarpgroupSums<Shape>& sums,
         for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
           for (int slab = 0; slab < kSlabs; ++slab) {
-            wgmma<T>(sums.d[slab], a[slab][step], wgmma_advance(b, step * 32), block + step > 0);
+            wgmma<T>(sums.d[slab][step % kChains], a[slab][step], wgmma_advance(b, step * 32),
+                     block > 0 || step >= kChains);
           }
         }
         wgmma_commit();
@@ -340,7 +357,7 @@ CUFUSE_DEVICE void exchange_sums(WarpgroupSums<Shape>& sums) {
   for (int slab = 0; slab < Shape::kSlabs; ++slab) {
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
-      const float* c = &sums.d[slab][j * 4];
+      const float* c = &sums.d[slab][0][j * 4];
       mine[(slab * kGroups + j) * kThreads] = make_float4(c[0], c[1], c[2], c[3]);
     }
   }
@@ -355,7 +372,7 @@ CUFUSE_DEVICE void exchange_sums(WarpgroupSums<Shape>& sums) {
 #pragma unroll
         for (int j = 0; j < kOwnGroups; ++j) {
           const float4 c = theirs[(slab * kGroups + own + j) * kThreads];
-          float* d = &sums.d[slab][j * 4];
+          float* d = &sums.d[slab][0][j * 4];
           d[0] = part == 0 ? c.x : d[0] + c.x;
           d[1] = part == 0 ? c.y : d[1] + c.y;
           d[2] = part == 0 ? c.z : d[2] + c.z;
@@ -437,7 +454,7 @@ struct WarpgroupBoxes {
           mbarrier_wait(WarpgroupRing<Shape>::there(warpgroup, used % Shape::kBoxes),
                         used / Shape::kBoxes % 2);
         }
-        fill_box(&sums.d[slab][chunk * Shape::kBoxRows / 2], slab, f);
+        fill_box(&sums.d[slab][0][chunk * Shape::kBoxRows / 2], slab, f);
         give_box(at_row, at_column);
         ++used;
       }
@@ -536,7 +553,7 @@ CUFUSE_DEVICE void run_warpgroup_tiles(const WarpgroupMaps& maps,
     typename Ring::Cursor cursor;
     WarpgroupPlace tile;
     const int team = warpgroup / Shape::kTeam;
-    const int lane_column = thread / 32 % 4 * (Shape::kSlabColumns / 4) + thread % 32 / 4;
+    const int lane_column = thread / 32 % 4 * (Shape::kGated ? 8 : 16) + thread % 32 / 4;
     int turn = 0;
     bool first = true;  // tile of all
     while (tiles.take(tile)) {
