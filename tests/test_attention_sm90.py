@@ -14,8 +14,8 @@ from cufuse.ops import _attention_sm90
 from cufuse.ops._attention_sm90 import AttentionTile
 
 KERNEL = "attention_warpgroups"
-FREE = AttentionTile(2, 64, 2, 0, "free", "first", 1000, 1000)
-TURNS = AttentionTile(3, 64, 2, 2, "fixed", "all", 1000, 1000)
+FREE = AttentionTile(2, 64, 2, 0, "free", "first", "early", 1000, 1000)
+TURNS = AttentionTile(3, 64, 2, 2, "fixed", "all", "early", 1000, 1000)
 
 
 @pytest.fixture
@@ -190,6 +190,7 @@ def test_every_tile_fits_and_spills_nothing(head_dim):
                 f"Logits::{logits}",
                 f"Turns::{tile.turns}",
                 f"Maxima::{tile.maxima}",
+                f"Opening::{tile.opening}",
             )
             made = jit.kernel("fused/attention_sm90.cu", KERNEL, np.dtype(bfloat16), *template)
             compiled = jit.compile_offline(made, "90a")

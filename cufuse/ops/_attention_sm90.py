@@ -27,6 +27,7 @@ class AttentionTile:
     polynomial: int  # of 8 powers that are not the special function unit's
     turns: str  # "free" or "fixed"
     maxima: str  # "all" or "first"
+    opening: str  # "late" or "early"
     block_ns: float  # what a block of keys takes
     tile_ns: float  # and a tile besides
 
@@ -63,11 +64,11 @@ class AttentionTile:
 # For heads of up to so many columns.
 _TILES = {
     64: (
-        AttentionTile(3, 128, 2, 0, "fixed", "first", 1400, 3000),
-        AttentionTile(2, 128, 2, 0, "fixed", "first", 1150, 2000),
+        AttentionTile(3, 128, 2, 0, "fixed", "first", "early", 1400, 3000),
+        AttentionTile(2, 128, 2, 0, "fixed", "first", "early", 1150, 2000),
     ),
-    128: (AttentionTile(2, 128, 2, 0, "free", "first", 1400, 2000),),
-    256: (AttentionTile(2, 64, 2, 0, "free", "first", 1400, 2000),),
+    128: (AttentionTile(2, 128, 2, 0, "free", "first", "early", 1400, 2000),),
+    256: (AttentionTile(2, 64, 2, 0, "free", "first", "early", 1400, 2000),),
 }
 
 
@@ -134,6 +135,7 @@ def attend(bound: Bound, args: dict[str, Any], stream: Any, size_bytes: int) -> 
         f"Logits::{'scaled' if only_scaled else 'any'}",
         f"Turns::{tile.turns}",
         f"Maxima::{tile.maxima}",
+        f"Opening::{tile.opening}",
     ).launch(
         min(heads * -(-sizes["q_len"] // tile.queries), target.sm_count),
         (tile.warpgroups + 1) * 128,

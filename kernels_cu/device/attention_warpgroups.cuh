@@ -50,6 +50,9 @@ enum class Logits { scaled, any };
 enum class Turns { free, fixed };
 // Whose maximum is taken: each block's, or the first one's, and others' when weights overflow.
 enum class Maxima { all, first };
+// When a warpgroup starts with its next tile: behind the results of this one or, where it can,
+// before.
+enum class Opening { late, early };
 
 #if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -484,150 +487,6 @@ CUFUSE_DEVICE void clear_values(unsigned char* values, int rows) {
   barrier_sync(1 + Shape::kWarpgroups, Shape::kWarpgroups * 128);
 }
 
-// By a warpgroup: its part of one tile, from the queries to sums, tops and totals.
-template <typename Shape, typename T, Logits kLogits, Turns kTurns, Maxima kMaxima, typename Args>
-CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
-                               AttentionTurns<Shape, kTurns>& turns,
-                               typename AttentionMemory<Shape>::Cursor& key_cursor,
-                               typename AttentionMemory<Shape>::Cursor& value_cursor,
-                               const QueryTile<Shape>& tile,
-                               const typename AttentionMemory<Shape>::QueryCursor& query_cursor,
-                               int warpgroup,
-                               const Args& args) {
-  using Memory = AttentionMemory<Shape>;
-  using Tiles = QueryTiles<Shape>;
-  const auto wait_for_keys = [&] {
-    mbarrier_wait(Memory::keys_full(key_cursor.stage), key_cursor.round);
-  };
-  const auto wait_for_values = [&] {
-    mbarrier_wait(Memory::values_full(value_cursor.stage), value_cursor.round);
-  };
-  const auto release_keys = [&] {
-    Memory::release(Memory::keys_empty(key_cursor.stage));
-    key_cursor.template advance<1>();
-  };
-  const auto release_values = [&] {
-    Memory::release(Memory::values_empty(value_cursor.stage));
-    value_cursor.template advance<1>();
-  };
-  const auto skip = [&](int block) {
-    if (block > 0) {
-      turns.begin(warpgroup);
-      turns.end(warpgroup);
-    }
-    wait_for_keys();
-    wait_for_values();
-    __syncwarp();  // before one lane releases: no product lets them meet
-    release_keys();
-    release_values();
-  };
-
-  // What the first and the last row see, and the blocks of that: the first row sees the fewest.
-  const int row = warpgroup * 64, first_row = max(row, -tile.query);
-  const KeySpan low = Tiles::seen(args, tile, first_row), high = Tiles::seen(args, tile, row + 63);
-  const int last = Tiles::end_for(args, tile, row + 63);
-  int begin = (tile.keys.last - last) / Shape::kKeys;
-  int end = (tile.keys.last - low.first + Shape::kKeys - 1) / Shape::kKeys;
-  if (first_row >= row + 64 || last <= low.first) begin = end = tile.blocks;
-
-  if (tile.unseen() > 0) {
-    wait_for_values();
-    clear_values<Shape>(Memory::values(value_cursor), tile.unseen());
-  }
-#pragma unroll
-  for (int i = 0; i < Shape::kDim / 2; ++i) state.sums[i] = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    state.top[i] = minus_infinity();
-    state.total[i] = 0.0f;
-  }
-  mbarrier_wait(Memory::queries_full(query_cursor.stage, warpgroup), query_cursor.round);
-#pragma unroll 1
-  for (int block = 0; block < begin; ++block) skip(block);
-
-  const float factor = logit_factor<kLogits>(args);
-  const unsigned char* queries = Memory::queries(query_cursor, warpgroup);
-  // Only blocks at the edges of what is visible look at each key.
-  const auto mask = [&](int block) {
-    const int key = tile.key_of(block), end_key = tile.end_of(block);
-    if (key >= high.first && key + Shape::kKeys <= min(low.last, end_key)) return false;
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const int thread_row = row + static_cast<int>(threadIdx.x % 128 / 32) * 16 + lane / 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const KeySpan span = Tiles::seen(args, tile, thread_row + i * 8);
-      const int from = span.first - key - lane % 4 * 2;
-      const int to = min(span.last, end_key) - key - lane % 4 * 2;
-#pragma unroll
-      for (int n = 0; n < Shape::kKeys / 8; ++n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const bool visible = n * 8 + j >= from && n * 8 + j < to;
-          float& v = state.logits[4 * n + 2 * i + j];
-          v = visible ? v : minus_infinity();
-        }
-      }
-    }
-    return true;
-  };
-
-  if (begin < end) {
-    float rescale[2];
-    if (begin > 0) turns.begin(warpgroup);
-    wait_for_keys();
-    wgmma_fence(state.logits);
-    start_logits<Shape, T>(state, queries, Memory::keys(key_cursor));
-    if (begin > 0) turns.end(warpgroup);
-    wgmma_wait<0>(state.logits);
-    release_keys();
-    finish_logits<kLogits>(state.logits, args);
-    mask(begin);
-    if constexpr (kMaxima == Maxima::all) {
-      raise_tops(state, factor, rescale);
-      weigh_in_place(state, factor);
-      round_weights<Shape, T>(state);
-    } else {
-      weigh_again_on_overflow<Shape, T>(state, factor, true);
-    }
-#pragma unroll 1
-    for (int block = begin + 1; block < end; ++block) {
-      turns.begin(warpgroup);
-      wait_for_keys();
-      wgmma_fence(state.logits, state.weights, state.sums);
-      start_logits<Shape, T>(state, queries, Memory::keys(key_cursor));
-      wait_for_values();
-      wgmma_fence();
-      start_sums<Shape, T>(state, Memory::values(value_cursor));
-      turns.end(warpgroup);
-      wgmma_wait<1>(state.logits);
-      release_keys();
-      finish_logits<kLogits>(state.logits, args);
-      const bool masked = mask(block);
-      if constexpr (kMaxima == Maxima::all) {
-        const bool grown = raise_tops(state, factor, rescale);
-        weigh_in_place(state, factor);
-        not_negative_by_now(state.total[0] + state.total[1]);  // the sums are on their way
-        wgmma_wait<0>(state.sums);
-        release_values();
-        if (grown) rescale_sums(state, rescale);
-        round_weights<Shape, T>(state);
-      } else {
-        wgmma_wait<0>(state.sums);
-        release_values();
-        weigh_again_on_overflow<Shape, T>(state, factor, masked);
-      }
-    }
-    wait_for_values();
-    wgmma_fence(state.weights, state.sums);
-    start_sums<Shape, T>(state, Memory::values(value_cursor));
-    wgmma_wait<0>(state.sums);
-    release_values();
-  }
-
-#pragma unroll 1
-  for (int block = end; block < tile.blocks; ++block) skip(block);
-}
-
 // By a warpgroup: divide by the totals, a sink's share included, and store. A query that sees no
 // key gets zeros.
 template <typename Shape, typename T, typename Args>
@@ -683,18 +542,233 @@ CUFUSE_DEVICE void store_attention(AttentionState<Shape>& state,
   }
 }
 
-// Where nobody of a tile sees a key.
-template <typename Shape, typename Args>
-CUFUSE_DEVICE void store_zeros(const QueryTile<Shape>& tile, int warpgroup, const Args& args) {
-  constexpr int kPerRow = Shape::kHeadDim / 8;
-  for (int i = static_cast<int>(threadIdx.x % 128); i < 64 * kPerRow; i += 128) {
-    const int query = tile.query + warpgroup * 64 + i / kPerRow;
-    if (query < 0) continue;
-    const i64 row = (static_cast<i64>(tile.batch) * args.q_len + query) * args.n_heads + tile.head;
-    *reinterpret_cast<uint4*>(args.out + row * Shape::kHeadDim + i % kPerRow * 8) =
-        uint4{0, 0, 0, 0};
+// A warpgroup's part of a tile.
+template <typename Shape>
+struct QueryShare {
+  QueryTile<Shape> tile;
+  typename AttentionMemory<Shape>::QueryCursor queries;
+  // The blocks that any of its rows sees, and of each of those blocks the keys that all rows see.
+  int begin, end;
+  int seen_first, seen_last;
+};
+
+// What a warpgroup that multiplies keeps from tile to tile.
+template <typename Shape, typename T, Logits kLogits, Turns kTurns, Maxima kMaxima, typename Args>
+struct AttentionWarpgroup {
+  using Memory = AttentionMemory<Shape>;
+  using Tiles = QueryTiles<Shape>;
+  using Share = QueryShare<Shape>;
+  using State = AttentionState<Shape>;
+
+  const Args& args;
+  int warpgroup;
+  Tiles tiles;
+  AttentionTurns<Shape, kTurns> turns;
+  typename Memory::Cursor key_cursor, value_cursor;
+  typename Memory::QueryCursor query_cursor;
+
+  CUFUSE_DEVICE AttentionWarpgroup(const Args& args, int warpgroup)
+      : args(args), warpgroup(warpgroup), tiles(args) {}
+
+  CUFUSE_DEVICE void wait_for_keys() const {
+    mbarrier_wait(Memory::keys_full(key_cursor.stage), key_cursor.round);
   }
-}
+  CUFUSE_DEVICE void wait_for_values() const {
+    mbarrier_wait(Memory::values_full(value_cursor.stage), value_cursor.round);
+  }
+  CUFUSE_DEVICE void release_keys() {
+    Memory::release(Memory::keys_empty(key_cursor.stage));
+    key_cursor.template advance<1>();
+  }
+  CUFUSE_DEVICE void release_values() {
+    Memory::release(Memory::values_empty(value_cursor.stage));
+    value_cursor.template advance<1>();
+  }
+  CUFUSE_DEVICE void skip(int block) {
+    if (block > 0) {
+      turns.begin(warpgroup);
+      turns.end(warpgroup);
+    }
+    wait_for_keys();
+    wait_for_values();
+    __syncwarp();  // before one lane releases: no product lets them meet
+    release_keys();
+    release_values();
+  }
+
+  // The next tile, if there is one.
+  CUFUSE_DEVICE bool take(Share& share) {
+    if (!tiles.take(args, share.tile, uniform)) return false;
+    share.queries = query_cursor;
+    query_cursor.template advance<1>();
+    // The first row sees the fewest keys up to the last one, the last row from the first one on.
+    const QueryTile<Shape>& tile = share.tile;
+    const int row = warpgroup * 64, first_row = max(row, -tile.query);
+    const KeySpan low = Tiles::seen(args, tile, first_row),
+                  high = Tiles::seen(args, tile, row + 63);
+    const int last = Tiles::end_for(args, tile, row + 63);
+    share.begin = (tile.keys.last - last) / Shape::kKeys;
+    share.end = (tile.keys.last - low.first + Shape::kKeys - 1) / Shape::kKeys;
+    if (first_row >= row + 64 || last <= low.first) share.begin = share.end = tile.blocks;
+    share.seen_first = high.first;
+    share.seen_last = low.last;
+    return true;
+  }
+
+  // Whether the first products can start while the results of the tile before are on their way: no
+  // block that others have to leave is waited for.
+  static CUFUSE_DEVICE bool starts_early(const Share& share) {
+    return Shape::kQueryStages > 1 && share.begin <= 1 && share.begin < share.end &&
+           share.tile.unseen() == 0;
+  }
+
+  // Come to the first block that is seen.
+  CUFUSE_DEVICE void approach(const Share& share) {
+    if (share.tile.unseen() > 0) {
+      wait_for_values();
+      clear_values<Shape>(Memory::values(value_cursor), share.tile.unseen());
+    }
+    mbarrier_wait(Memory::queries_full(share.queries.stage, warpgroup), share.queries.round);
+#pragma unroll 1
+    for (int block = 0; block < share.begin; ++block) skip(block);
+  }
+
+  // Multiply the queries with it; f() is done meanwhile.
+  template <typename F>
+  CUFUSE_DEVICE void multiply_first(State& state, const Share& share, F f) {
+    if (share.begin > 0) turns.begin(warpgroup);
+    wait_for_keys();
+    wgmma_fence(state.logits);
+    start_logits<Shape, T>(state, Memory::queries(share.queries, warpgroup),
+                           Memory::keys(key_cursor));
+    if (share.begin > 0) turns.end(warpgroup);
+    f();
+    wgmma_wait<0>(state.logits);
+    release_keys();
+  }
+  CUFUSE_DEVICE void start(State& state, const Share& share) {
+    approach(share);
+    if (share.begin < share.end) multiply_first(state, share, [] {});
+  }
+
+  // Logits of keys that a row does not see become -inf. Only blocks at the edges of what is visible
+  // look at each key; returns whether this one is.
+  CUFUSE_DEVICE bool mask(State& state, const Share& share, int block) const {
+    const QueryTile<Shape>& tile = share.tile;
+    const int key = tile.key_of(block), end_key = tile.end_of(block);
+    if (key >= share.seen_first && key + Shape::kKeys <= min(share.seen_last, end_key)) {
+      return false;
+    }
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int row = warpgroup * 64 + static_cast<int>(threadIdx.x % 128 / 32) * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const KeySpan span = Tiles::seen(args, tile, row + i * 8);
+      const int from = span.first - key - lane % 4 * 2;
+      const int to = min(span.last, end_key) - key - lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < Shape::kKeys / 8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const bool visible = n * 8 + j >= from && n * 8 + j < to;
+          float& v = state.logits[4 * n + 2 * i + j];
+          v = visible ? v : minus_infinity();
+        }
+      }
+    }
+    return true;
+  }
+
+  // All that comes after `start`, up to sums, tops and totals.
+  CUFUSE_DEVICE void attend(State& state, const Share& share) {
+#pragma unroll
+    for (int i = 0; i < Shape::kDim / 2; ++i) state.sums[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      state.top[i] = minus_infinity();
+      state.total[i] = 0.0f;
+    }
+    if (share.begin < share.end) {
+      const float factor = logit_factor<kLogits>(args);
+      const unsigned char* queries = Memory::queries(share.queries, warpgroup);
+      float rescale[2];
+      finish_logits<kLogits>(state.logits, args);
+      mask(state, share, share.begin);
+      if constexpr (kMaxima == Maxima::all) {
+        raise_tops(state, factor, rescale);
+        weigh_in_place(state, factor);
+        round_weights<Shape, T>(state);
+      } else {
+        weigh_again_on_overflow<Shape, T>(state, factor, true);
+      }
+#pragma unroll 1
+      for (int block = share.begin + 1; block < share.end; ++block) {
+        turns.begin(warpgroup);
+        wait_for_keys();
+        wgmma_fence(state.logits, state.weights, state.sums);
+        start_logits<Shape, T>(state, queries, Memory::keys(key_cursor));
+        wait_for_values();
+        wgmma_fence();
+        start_sums<Shape, T>(state, Memory::values(value_cursor));
+        turns.end(warpgroup);
+        wgmma_wait<1>(state.logits);
+        release_keys();
+        finish_logits<kLogits>(state.logits, args);
+        const bool masked = mask(state, share, block);
+        if constexpr (kMaxima == Maxima::all) {
+          const bool grown = raise_tops(state, factor, rescale);
+          weigh_in_place(state, factor);
+          not_negative_by_now(state.total[0] + state.total[1]);  // the sums are on their way
+          wgmma_wait<0>(state.sums);
+          release_values();
+          if (grown) rescale_sums(state, rescale);
+          round_weights<Shape, T>(state);
+        } else {
+          wgmma_wait<0>(state.sums);
+          release_values();
+          weigh_again_on_overflow<Shape, T>(state, factor, masked);
+        }
+      }
+      wait_for_values();
+      wgmma_fence(state.weights, state.sums);
+      start_sums<Shape, T>(state, Memory::values(value_cursor));
+      wgmma_wait<0>(state.sums);
+      release_values();
+    }
+#pragma unroll 1
+    for (int block = share.end; block < share.tile.blocks; ++block) skip(block);
+  }
+
+  // Store the results and give the queries' memory, where they waited, back.
+  CUFUSE_DEVICE void finish(State& state, const Share& share) {
+    store_attention<Shape, T>(state, share.tile, Memory::queries(share.queries, warpgroup),
+                              warpgroup, args);
+    fence_proxy_async_shared();
+    __syncwarp();
+    Memory::release(Memory::queries_empty(share.queries.stage, warpgroup));
+  }
+
+  template <Opening kOpening>
+  CUFUSE_DEVICE void run() {
+    State state;
+    Share share, next;
+    bool more = take(share);
+    if (more) start(state, share);
+    while (more) {
+      attend(state, share);
+      more = take(next);
+      if (kOpening == Opening::early && more && starts_early(next)) {
+        approach(next);
+        multiply_first(state, next, [&] { finish(state, share); });
+      } else {
+        finish(state, share);
+        if (more) start(state, next);
+      }
+      share = next;
+    }
+    turns.finish(warpgroup);
+  }
+};
 
 #endif  // sm_90a
 

@@ -2,14 +2,14 @@
 // fused/attention.cu has: wgmma multiplies while the softmax of another block is taken, and tensor
 // copies fill rings of keys and values (device/attention_warpgroups.cuh). Bounded by the tensor
 // cores and, where heads are small, by exp.
-// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 0, Logits::scaled, Turns::free, Maxima::first>
-// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 2, Logits::scaled, Turns::fixed, Maxima::all>
-// instantiate: attention_warpgroups<half, 64, 2, 128, 2, 0, Logits::any, Turns::free, Maxima::first>
-// instantiate: attention_warpgroups<bfloat16, 64, 2, 128, 2, 0, Logits::scaled, Turns::fixed, Maxima::all>
-// instantiate: attention_warpgroups<half, 96, 2, 128, 2, 0, Logits::any, Turns::fixed, Maxima::all>
-// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Logits::scaled, Turns::fixed, Maxima::all>
-// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Logits::any, Turns::free, Maxima::first>
-// instantiate: attention_warpgroups<bfloat16, 256, 2, 64, 2, 0, Logits::scaled, Turns::fixed, Maxima::all>
+// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 0, Logits::scaled, Turns::free, Maxima::first, Opening::early>
+// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 2, Logits::scaled, Turns::fixed, Maxima::all, Opening::early>
+// instantiate: attention_warpgroups<half, 64, 2, 128, 2, 0, Logits::any, Turns::free, Maxima::first, Opening::early>
+// instantiate: attention_warpgroups<bfloat16, 64, 2, 128, 2, 0, Logits::scaled, Turns::fixed, Maxima::all, Opening::early>
+// instantiate: attention_warpgroups<half, 96, 2, 128, 2, 0, Logits::any, Turns::fixed, Maxima::all, Opening::early>
+// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Logits::scaled, Turns::fixed, Maxima::all, Opening::early>
+// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Logits::any, Turns::free, Maxima::first, Opening::early>
+// instantiate: attention_warpgroups<bfloat16, 256, 2, 64, 2, 0, Logits::scaled, Turns::fixed, Maxima::all, Opening::early>
 #include "device/attention_warpgroups.cuh"
 
 namespace cufuse {
@@ -47,7 +47,8 @@ template <typename T,
           int kPolynomial,
           Logits kLogits,
           Turns kTurns,
-          Maxima kMaxima>
+          Maxima kMaxima,
+          Opening kOpening>
 __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
     attention_warpgroups(const __grid_constant__ AttentionWarpgroupsArgs<T> args) {
 #if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -68,28 +69,9 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
     if (thread == kWarpgroups * 128) copy_for_attention<Shape>(args);
   } else {
     take_registers<Shape::kMany>();
-    AttentionState<Shape> state;
-    AttentionTurns<Shape, kTurns> turns;
-    typename Memory::Cursor key_cursor, value_cursor;
-    typename Memory::QueryCursor query_cursor;
-    QueryTiles<Shape> tiles(args);
-    QueryTile<Shape> tile;
-    while (tiles.take(args, tile, uniform)) {
-      if (tile.blocks > 0) {
-        attend_tile<Shape, T, kLogits, kTurns, kMaxima>(state, turns, key_cursor, value_cursor,
-                                                        tile, query_cursor, warpgroup, args);
-        store_attention<Shape, T>(state, tile, Memory::queries(query_cursor, warpgroup), warpgroup,
-                                  args);
-        fence_proxy_async_shared();
-      } else {
-        mbarrier_wait(Memory::queries_full(query_cursor.stage, warpgroup), query_cursor.round);
-        store_zeros(tile, warpgroup, args);
-      }
-      __syncwarp();
-      Memory::release(Memory::queries_empty(query_cursor.stage, warpgroup));
-      query_cursor.template advance<1>();
-    }
-    turns.finish(warpgroup);
+    AttentionWarpgroup<Shape, T, kLogits, kTurns, kMaxima, AttentionWarpgroupsArgs<T>> work(
+        args, warpgroup);
+    work.template run<kOpening>();
   }
 #endif
 }
