@@ -8,7 +8,7 @@
 // instantiate: rope_append<half, Pairing::interleaved, QkNorm::full, Rounding::scale_first, 8, 8, 2>
 // instantiate: rope_append<float, Pairing::interleaved, QkNorm::head, Rounding::one_plus, 4, 32, 4>
 // instantiate: rope_append<float, Pairing::half_split, QkNorm::full, Rounding::one_plus, 1, 32, 1>
-#include "device/qkv.cuh"
+#include "device/rope.cuh"
 
 namespace cufuse {
 
@@ -140,14 +140,63 @@ struct SlotAngles {
   }
 };
 
+// kVec values in words: values of 2 bytes would take a register each. One value is held in float32.
 template <typename T, int kVec>
-CUFUSE_DEVICE float squares(const Vec<T, kVec>& values) {
+struct Held {
+  static constexpr bool kPacked = kVec > 1 && sizeof(T) == 2;
+  static constexpr int kWords = kPacked ? kVec / 2 : kVec;
+  Vec<u32, kWords> words;
+
+  CUFUSE_DEVICE void load(const T* p) {
+    if constexpr (kVec == 1) {
+      words.v[0] = __float_as_uint(to_float(*p));
+    } else {
+      words = load_vec<kWords>(reinterpret_cast<const u32*>(p));
+    }
+  }
+
+  CUFUSE_DEVICE void store(T* p) const {
+    if constexpr (kVec == 1) {
+      *p = from_float<T>(__uint_as_float(words.v[0]));
+    } else {
+      store_vec<kWords>(reinterpret_cast<u32*>(p), words);
+    }
+  }
+
+  CUFUSE_DEVICE void get(float (&values)[kVec]) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (kPacked) {
+        unpack_pair(values[2 * i], values[2 * i + 1], words.v[i], T{});
+      } else {
+        values[i] = __uint_as_float(words.v[i]);
+      }
+    }
+  }
+
+  CUFUSE_DEVICE void set(const float (&values)[kVec]) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (kPacked) {
+        union {
+          Vec<T, 2> pair;
+          u32 word;
+        } u{{from_float<T>(values[2 * i]), from_float<T>(values[2 * i + 1])}};
+        words.v[i] = u.word;
+      } else {
+        words.v[i] = __float_as_uint(values[i]);
+      }
+    }
+  }
+};
+
+template <typename T, int kVec>
+CUFUSE_DEVICE float squares(const Held<T, kVec>& held) {
+  float values[kVec];
+  held.get(values);
   float sum = 0.0f;
 #pragma unroll
-  for (int j = 0; j < kVec; ++j) {
-    const float v = to_float(values.v[j]);
-    sum = fmaf(v, v, sum);
-  }
+  for (int j = 0; j < kVec; ++j) sum = fmaf(values[j], values[j], sum);
   return sum;
 }
 
@@ -193,17 +242,18 @@ __global__ void __launch_bounds__(256) rope_append(const RopeAppendArgs<T> args)
   const HeadCut<kPairing, kVec> cut(args.head_dim, args.n_pairs);
 
   struct Slot {
-    Vec<T, kVec> first[kHeads], second[kHeads];
+    Held<T, kVec> first[kHeads], second[kHeads];
   };
+  // What is beyond the head or the row is loaded from inside and not used.
   const auto load = [&](int slot) {
-    Slot values{};
+    const T* first = x + cut.first(min(slot, cut.slots - 1));
+    const T* second = x + min(cut.second(slot), args.head_dim - kVec);
+    Slot values;
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
-      const int head = group + h * row_groups;
-      if (head >= all_heads) continue;
-      const T* from = x + head * args.head_dim;
-      if (cut.has_first(slot)) values.first[h] = load_vec<kVec>(from + cut.first(slot));
-      if (cut.has_second(slot)) values.second[h] = load_vec<kVec>(from + cut.second(slot));
+      const int offset = min(group + h * row_groups, all_heads - 1) * args.head_dim;
+      values.first[h].load(first + offset);
+      values.second[h].load(second + offset);
     }
     return values;
   };
@@ -228,22 +278,36 @@ __global__ void __launch_bounds__(256) rope_append(const RopeAppendArgs<T> args)
     }
   }
   if constexpr (kNorm == QkNorm::head) {
-    const auto add_squares = [&](const Slot& values) {
+    const auto add_squares = [&](int slot, const Slot& values) {
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
-        scales[h] += squares(values.first[h]) + squares(values.second[h]);
+        const float first = cut.has_first(slot) ? squares(values.first[h]) : 0.0f;
+        scales[h] += first + (cut.has_second(slot) ? squares(values.second[h]) : 0.0f);
       }
     };
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) scales[h] = 0.0f;
-    add_squares(kept);
-    later_slots([&](int slot) { add_squares(load(slot)); });
+    add_squares(lane, kept);
+    later_slots([&](int slot) { add_squares(slot, load(slot)); });
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       const float mean = lanes_sum<kLanes>(scales[h]) / static_cast<float>(args.head_dim);
       scales[h] = rsqrtf(mean + args.qk_eps);
     }
   }
+
+  // Where a head goes; keys and values beyond the cache are dropped.
+  const bool fits = position >= 0 && position < args.capacity;
+  const i64 place_in_cache = fits ? position : 0;
+  T* q_row = args.q + static_cast<i64>(row) * args.n_heads * args.head_dim;
+  T* k_row = args.k_cache + batch * args.k_batch_stride + place_in_cache * args.k_pos_stride;
+  T* v_row = args.v_cache + batch * args.v_batch_stride + place_in_cache * args.v_pos_stride;
+  const auto target = [&](int head) {
+    const bool is_query = head < args.n_heads, is_key = head < args.n_heads + args.n_kv_heads;
+    const int before = is_query ? 0 : is_key ? args.n_heads : args.n_heads + args.n_kv_heads;
+    const i64 stride = is_query ? args.head_dim : is_key ? args.k_head_stride : args.v_head_stride;
+    return (is_query ? q_row : is_key ? k_row : v_row) + static_cast<u32>(head - before) * stride;
+  };
 
   // Norm and rotation of queries and keys in registers, then all stores.
   const Angles row_angles = angles_at(args.cos, args.sin, position, args.max_pos, args.n_pairs);
@@ -254,11 +318,8 @@ __global__ void __launch_bounds__(256) rope_append(const RopeAppendArgs<T> args)
       const int head = group + h * row_groups;
       if (head >= args.n_heads + args.n_kv_heads) continue;
       float first[kVec], second[kVec];
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        first[j] = to_float(values.first[h].v[j]);
-        second[j] = to_float(values.second[h].v[j]);
-      }
+      values.first[h].get(first);
+      values.second[h].get(second);
       if constexpr (kNorm != QkNorm::none) {
         const bool is_query = head < args.n_heads;
         const T* weight = is_query ? args.q_weight : args.k_weight;
@@ -268,29 +329,22 @@ __global__ void __launch_bounds__(256) rope_append(const RopeAppendArgs<T> args)
             scale = is_query ? q_scale : k_scale;
             weight += (is_query ? head : head - args.n_heads) * args.head_dim;
           }
-          if (cut.has_first(slot)) {
-            normalize<T, kRounding>(first, weight + cut.first(slot), scale);
-          }
-          if (cut.has_second(slot)) {
-            normalize<T, kRounding>(second, weight + cut.second(slot), scale);
-          }
+          normalize<T, kRounding>(first, weight + cut.first(min(slot, cut.slots - 1)), scale);
+          normalize<T, kRounding>(second, weight + min(cut.second(slot), args.head_dim - kVec),
+                                  scale);
         }
       }
       angles.turn(first, second);
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        values.first[h].v[j] = from_float<T>(first[j]);
-        values.second[h].v[j] = from_float<T>(second[j]);
-      }
+      values.first[h].set(first);
+      values.second[h].set(second);
     }
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       const int head = group + h * row_groups;
-      if (head >= all_heads) continue;
-      T* y = head_target(args, row, head, position);
-      if (!y) continue;
-      if (cut.has_first(slot)) store_vec<kVec>(y + cut.first(slot), values.first[h]);
-      if (cut.has_second(slot)) store_vec<kVec>(y + cut.second(slot), values.second[h]);
+      if (head >= (fits ? all_heads : args.n_heads)) continue;
+      T* y = target(head);
+      if (cut.has_first(slot)) values.first[h].store(y + cut.first(slot));
+      if (cut.has_second(slot)) values.second[h].store(y + cut.second(slot));
     }
   };
   finish(lane, kept);
