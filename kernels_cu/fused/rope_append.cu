@@ -54,8 +54,8 @@ struct HeadCut {
   CUFUSE_DEVICE HeadCut(int head_dim, int n_pairs)
       : head_dim(head_dim),
         n_pairs(n_pairs),
-        pair_slots(kPairsApart ? n_pairs / kVec : 0),
-        slots((head_dim / kVec + 1) / 2) {}
+        pair_slots(kPairsApart ? static_cast<u32>(n_pairs) / kVec : 0),
+        slots((static_cast<u32>(head_dim) / kVec + 1) / 2) {}
 
   CUFUSE_DEVICE int first(int slot) const {
     return slot < pair_slots ? pair_first<kPairing>(slot * kVec, n_pairs)
@@ -82,14 +82,15 @@ CUFUSE_DEVICE void load_angles(float* angles, const float* from) {
   }
 }
 
-// The angles of a slot, the same for all heads of a row.
+// The angles of a slot, the same for all heads of a row; NaN outside the table.
 template <Pairing kPairing, int kVec>
 struct SlotAngles {
   using Cut = HeadCut<kPairing, kVec>;
   float cos[kVec], sin[kVec];
   bool turns_first, turns_second;
 
-  CUFUSE_DEVICE SlotAngles(const Cut& cut, int slot, const Angles& angles) {
+  CUFUSE_DEVICE SlotAngles(
+      const Cut& cut, int slot, const float* row_cos, const float* row_sin, bool in_table) {
     constexpr int kPerVector = Cut::kPairsApart ? kVec : kVec / 2;
     if constexpr (Cut::kPairsApart) {
       turns_first = turns_second = slot < cut.pair_slots;
@@ -97,20 +98,17 @@ struct SlotAngles {
       turns_first = cut.has_first(slot) && cut.first(slot) < 2 * cut.n_pairs;
       turns_second = cut.has_second(slot) && cut.second(slot) < 2 * cut.n_pairs;
     }
-    if (!angles.cos) {
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) cos[j] = sin[j] = __int_as_float(0x7fffffff);
-      return;
-    }
-    if (turns_first) {
+    for (int j = 0; j < kVec; ++j) cos[j] = sin[j] = __int_as_float(0x7fffffff);
+    if (in_table && turns_first) {
       const int t = Cut::kPairsApart ? slot * kVec : cut.first(slot) / 2;
-      load_angles<kPerVector>(cos, angles.cos + t);
-      load_angles<kPerVector>(sin, angles.sin + t);
+      load_angles<kPerVector>(cos, row_cos + t);
+      load_angles<kPerVector>(sin, row_sin + t);
     }
-    if (!Cut::kPairsApart && turns_second) {
+    if (!Cut::kPairsApart && in_table && turns_second) {
       const int t = cut.second(slot) / 2;
-      load_angles<kPerVector>(cos + kVec - kPerVector, angles.cos + t);
-      load_angles<kPerVector>(sin + kVec - kPerVector, angles.sin + t);
+      load_angles<kPerVector>(cos + kVec - kPerVector, row_cos + t);
+      load_angles<kPerVector>(sin + kVec - kPerVector, row_sin + t);
     }
   }
 
@@ -236,9 +234,7 @@ __global__ void __launch_bounds__(256) rope_append(const RopeAppendArgs<T> args)
     group = place - static_cast<u32>(row) * row_groups;
     if (row >= args.rows) row = 0, group = all_heads;
   }
-  const int batch = row / args.q_len;
-  const i64 position = static_cast<i64>(args.start[batch]) + (row - batch * args.q_len);
-  const T* x = args.qkv + static_cast<i64>(row) * all_heads * args.head_dim;
+  const T* x = args.qkv + static_cast<i64>(row) * (all_heads * args.head_dim);
   const HeadCut<kPairing, kVec> cut(args.head_dim, args.n_pairs);
 
   struct Slot {
@@ -251,7 +247,7 @@ __global__ void __launch_bounds__(256) rope_append(const RopeAppendArgs<T> args)
     Slot values;
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
-      const int offset = min(group + h * row_groups, all_heads - 1) * args.head_dim;
+      const u32 offset = min(group + h * row_groups, all_heads - 1) * args.head_dim;
       values.first[h].load(first + offset);
       values.second[h].load(second + offset);
     }
@@ -259,6 +255,8 @@ __global__ void __launch_bounds__(256) rope_append(const RopeAppendArgs<T> args)
   };
   // Most heads have no more than kLanes slots; of others, the later slots are loaded once a pass.
   Slot kept = load(lane);
+  const u32 batch = static_cast<u32>(row) / args.q_len;
+  const i64 position = static_cast<i64>(args.start[batch]) + (row - batch * args.q_len);
   const auto later_slots = [&](auto visit) {
     if constexpr (kLanes == 32) {
       for (int slot = lane + kLanes; slot < cut.slots; slot += kLanes) visit(slot);
@@ -298,8 +296,8 @@ __global__ void __launch_bounds__(256) rope_append(const RopeAppendArgs<T> args)
 
   // Where a head goes; keys and values beyond the cache are dropped.
   const bool fits = position >= 0 && position < args.capacity;
-  const i64 place_in_cache = fits ? position : 0;
-  T* q_row = args.q + static_cast<i64>(row) * args.n_heads * args.head_dim;
+  const u32 place_in_cache = fits ? position : 0;
+  T* q_row = args.q + static_cast<i64>(row) * (args.n_heads * args.head_dim);
   T* k_row = args.k_cache + batch * args.k_batch_stride + place_in_cache * args.k_pos_stride;
   T* v_row = args.v_cache + batch * args.v_batch_stride + place_in_cache * args.v_pos_stride;
   const auto target = [&](int head) {
@@ -310,9 +308,11 @@ __global__ void __launch_bounds__(256) rope_append(const RopeAppendArgs<T> args)
   };
 
   // Norm and rotation of queries and keys in registers, then all stores.
-  const Angles row_angles = angles_at(args.cos, args.sin, position, args.max_pos, args.n_pairs);
+  const bool in_table = position >= 0 && position < args.max_pos;
+  const i64 angles_at = in_table ? position * args.n_pairs : 0;
   const auto finish = [&](int slot, Slot& values) {
-    const SlotAngles<kPairing, kVec> angles(cut, slot, row_angles);
+    const SlotAngles<kPairing, kVec> angles(cut, slot, args.cos + angles_at, args.sin + angles_at,
+                                            in_table);
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       const int head = group + h * row_groups;
