@@ -214,7 +214,7 @@ template <typename T,
           int kVec,
           int kLanes,
           int kHeads>
-__global__ void __launch_bounds__(256) rope_append(const RopeAppendArgs<T> args) {
+__global__ void __launch_bounds__(256, kNorm == QkNorm::none ? kHeads == 4 ? 3 : 4 : 2) rope_append(const RopeAppendArgs<T> args) {
   constexpr int kThreads = 256;
   constexpr int kGroups = kThreads / kLanes;
   const int all_heads = args.n_heads + 2 * args.n_kv_heads;
