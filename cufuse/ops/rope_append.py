@@ -15,7 +15,7 @@ from cufuse.ops.rmsnorm import ROUNDINGS
 from cufuse.ops.rope import check_pairs, head_width, pairing
 
 _THREADS = 256
-_HEADS = (1, 2, 4)  # of a thread
+_HEADS = {"none": (1, 2, 4), "head": (1, 2), "full": (1, 2, 4)}  # of a thread
 _BUSY_CTAS_PER_SM = 4  # with fewer, more threads do better than more work for each
 
 
@@ -81,10 +81,10 @@ def _cut(
         return -(-all_heads // heads) * lanes
 
     if norm == "full":  # a CTA sums a row: as few CTAs a row as can be
-        heads = next((h for h in _HEADS if threads(h) <= _THREADS), _HEADS[-1])
+        heads = next((h for h in _HEADS[norm] if threads(h) <= _THREADS), _HEADS[norm][-1])
         return heads, (rows, -(-threads(heads) // _THREADS))
     busy = sm_count * _BUSY_CTAS_PER_SM * _THREADS
-    heads = max((h for h in _HEADS if rows * threads(h) >= busy), default=1)
+    heads = max((h for h in _HEADS[norm] if rows * threads(h) >= busy), default=1)
     return heads, (-(-rows * threads(heads) // _THREADS),)
 
 

@@ -3,10 +3,10 @@
 // the full projection. kLanes lanes take kHeads heads of a row together, a lane two 16-byte vectors
 // of each, so that cosines and sines are loaded once; for the full norm a CTA takes one row and its
 // mean. Bounded by memory, at few rows by the launch.
-// instantiate: rope_append<bfloat16, Pairing::half_split, QkNorm::head, Rounding::cast_first, 8, 8, 4>
+// instantiate: rope_append<bfloat16, Pairing::half_split, QkNorm::head, Rounding::cast_first, 8, 8, 2>
 // instantiate: rope_append<bfloat16, Pairing::half_split, QkNorm::none, Rounding::cast_first, 8, 4, 4>
 // instantiate: rope_append<half, Pairing::interleaved, QkNorm::full, Rounding::scale_first, 8, 8, 2>
-// instantiate: rope_append<float, Pairing::interleaved, QkNorm::head, Rounding::one_plus, 4, 32, 4>
+// instantiate: rope_append<float, Pairing::interleaved, QkNorm::head, Rounding::one_plus, 4, 32, 2>
 // instantiate: rope_append<float, Pairing::half_split, QkNorm::full, Rounding::one_plus, 1, 32, 1>
 #include "device/rope.cuh"
 
@@ -198,15 +198,6 @@ CUFUSE_DEVICE float squares(const Held<T, kVec>& held) {
   return sum;
 }
 
-template <typename T, Rounding kRounding, int kVec>
-CUFUSE_DEVICE void normalize(float (&values)[kVec], const T* weight, float scale) {
-  const auto weights = load_vec<kVec>(weight);
-#pragma unroll
-  for (int j = 0; j < kVec; ++j) {
-    values[j] = to_float(normalized<T, kRounding>(values[j], scale, to_float(weights.v[j])));
-  }
-}
-
 template <typename T,
           Pairing kPairing,
           QkNorm kNorm,
@@ -214,7 +205,8 @@ template <typename T,
           int kVec,
           int kLanes,
           int kHeads>
-__global__ void __launch_bounds__(256, kNorm == QkNorm::none ? kHeads == 4 ? 3 : 4 : 2) rope_append(const RopeAppendArgs<T> args) {
+__global__ void __launch_bounds__(256, kNorm == QkNorm::none ? kHeads == 4 ? 3 : 4 : 2)
+    rope_append(const RopeAppendArgs<T> args) {
   constexpr int kThreads = 256;
   constexpr int kGroups = kThreads / kLanes;
   const int all_heads = args.n_heads + 2 * args.n_kv_heads;
@@ -257,6 +249,13 @@ __global__ void __launch_bounds__(256, kNorm == QkNorm::none ? kHeads == 4 ? 3 :
   Slot kept = load(lane);
   const u32 batch = static_cast<u32>(row) / args.q_len;
   const i64 position = static_cast<i64>(args.start[batch]) + (row - batch * args.q_len);
+  const bool in_table = position >= 0 && position < args.max_pos;
+  const i64 angles_at = in_table ? position * args.n_pairs : 0;
+  const auto angles_of = [&](int slot) {
+    return SlotAngles<kPairing, kVec>(cut, slot, args.cos + angles_at, args.sin + angles_at,
+                                      in_table);
+  };
+  const auto kept_angles = angles_of(lane);
   const auto later_slots = [&](auto visit) {
     if constexpr (kLanes == 32) {
       for (int slot = lane + kLanes; slot < cut.slots; slot += kLanes) visit(slot);
@@ -279,8 +278,8 @@ __global__ void __launch_bounds__(256, kNorm == QkNorm::none ? kHeads == 4 ? 3 :
     const auto add_squares = [&](int slot, const Slot& values) {
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
-        const float first = cut.has_first(slot) ? squares(values.first[h]) : 0.0f;
-        scales[h] += first + (cut.has_second(slot) ? squares(values.second[h]) : 0.0f);
+        const float first = squares(values.first[h]), second = squares(values.second[h]);
+        scales[h] += (cut.has_first(slot) ? first : 0.0f) + (cut.has_second(slot) ? second : 0.0f);
       }
     };
 #pragma unroll
@@ -308,11 +307,7 @@ __global__ void __launch_bounds__(256, kNorm == QkNorm::none ? kHeads == 4 ? 3 :
   };
 
   // Norm and rotation of queries and keys in registers, then all stores.
-  const bool in_table = position >= 0 && position < args.max_pos;
-  const i64 angles_at = in_table ? position * args.n_pairs : 0;
-  const auto finish = [&](int slot, Slot& values) {
-    const SlotAngles<kPairing, kVec> angles(cut, slot, args.cos + angles_at, args.sin + angles_at,
-                                            in_table);
+  const auto finish = [&](int slot, Slot& values, const SlotAngles<kPairing, kVec>& angles) {
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       const int head = group + h * row_groups;
@@ -329,9 +324,14 @@ __global__ void __launch_bounds__(256, kNorm == QkNorm::none ? kHeads == 4 ? 3 :
             scale = is_query ? q_scale : k_scale;
             weight += (is_query ? head : head - args.n_heads) * args.head_dim;
           }
-          normalize<T, kRounding>(first, weight + cut.first(min(slot, cut.slots - 1)), scale);
-          normalize<T, kRounding>(second, weight + min(cut.second(slot), args.head_dim - kVec),
-                                  scale);
+          Held<T, kVec> first_weights, second_weights;
+          first_weights.load(weight + cut.first(min(slot, cut.slots - 1)));
+          second_weights.load(weight + min(cut.second(slot), args.head_dim - kVec));
+          float weights[kVec];
+          first_weights.get(weights);
+          normalize<T, kRounding>(first, scale, weights);
+          second_weights.get(weights);
+          normalize<T, kRounding>(second, scale, weights);
         }
       }
       angles.turn(first, second);
@@ -347,10 +347,10 @@ __global__ void __launch_bounds__(256, kNorm == QkNorm::none ? kHeads == 4 ? 3 :
       if (cut.has_second(slot)) values.second[h].store(y + cut.second(slot));
     }
   };
-  finish(lane, kept);
+  finish(lane, kept, kept_angles);
   later_slots([&](int slot) {
     Slot values = load(slot);
-    finish(slot, values);
+    finish(slot, values, angles_of(slot));
   });
 }
 
