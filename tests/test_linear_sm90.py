@@ -316,6 +316,34 @@ def test_every_tile_on_the_gpu(on_gpu, rng, tile, m, n, k, packed, dtype):
         check_gated(rng, m, n, k, dtype, packed=packed, to=cupy.asarray)
 
 
+SIZES = (1, 7, 33, 130, 3420, 151936)
+
+
+@pytest.mark.gpu
+@LAYOUT
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("place", ["m", "n", "k"])
+def test_every_size_in_every_position(rng, place, size, packed):
+    """What the op chooses, warps and rows included: against float64."""
+    import cupy
+
+    sizes = {"m": 33, "n": 136, "k": 264, place: size}
+    a = inputs(rng, *sizes.values(), bfloat16)
+    there = {name: cupy.asarray(v) for name, v in a.items()}
+    rows = np.unique([0, sizes["m"] // 2, sizes["m"] - 1])
+    x, w, up, b, residual = double(a["x"][rows], a["w"], a["up"], a["b"], a["residual"][rows])
+    out = poisoned((sizes["m"], sizes["n"]), bfloat16, cupy.asarray)
+    weight = pack(there["w"]) if packed else there["w"]
+    options = {"activation": "gelu", "residual": there["residual"]}
+    ops.linear(there["x"], weight, there["b"], **options, out=out)
+    wanted = reference.linear(x, w, b, activation="gelu", residual=residual)
+    assert_close(to_numpy(out)[rows], wanted, bfloat16)
+    out = poisoned((sizes["m"], sizes["n"]), bfloat16, cupy.asarray)
+    both = (pack(there["w"], up=there["up"]), None) if packed else (there["w"], there["up"])
+    ops.gated_linear(there["x"], *both, out=out)
+    assert_close(to_numpy(out)[rows], reference.gated_linear(x, w, up), bfloat16)
+
+
 @pytest.mark.gpu
 @DTYPE
 @pytest.mark.parametrize("activation", _matmul.ACTIVATIONS)

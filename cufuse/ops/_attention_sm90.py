@@ -26,7 +26,10 @@ class AttentionTile:
     stages: int  # of keys, and of values
     polynomial: int  # of 8 powers that are not the special function unit's
     turns: str  # "free" or "fixed"
-    rate: float  # products a time unit, relative
+    maxima: str  # "all" or "first"
+    opening: str  # "late" or "early"
+    block_ns: float  # what a block of keys takes
+    tile_ns: float  # and a tile besides
 
     @property
     def queries(self) -> int:
@@ -42,28 +45,30 @@ class AttentionTile:
         """Dynamic shared memory, as AttentionShape::kSharedBytes has it."""
         boxes = -(-head_dim // _BOX)
         queries = self.queries * boxes * 128
-        ring = queries + 2 * self.stages * self.keys * boxes * 128
-        results = queries if ring + queries + 1024 <= 227 * 1024 else 0
-        return ring + results + (4 * self.stages + 2 * self.warpgroups) * 8
+        ring = 2 * self.stages * self.keys * boxes * 128
+        query_stages = 2 if 2 * queries + ring + 1024 <= 227 * 1024 else 1
+        barriers = 4 * self.stages + 2 * query_stages * self.warpgroups
+        return query_stages * queries + ring + barriers * 8
 
     def time(self, ctas: int, heads: int, q_len: int, kv_len: int, causal: bool) -> float:
-        """Return how long the last CTA takes, of queries that are the last ones if causal."""
+        """Return the ns of the slowest CTA, of queries that are the last ones if causal."""
         count = -(-q_len // self.queries)
-        keys = [max(kv_len - i * self.queries, self.keys) for i in range(count)]
-        costs = np.repeat(keys if causal else [kv_len] * count, heads)
+        keys = [kv_len - i * self.queries if causal else kv_len for i in range(count)]
+        blocks = [-(-max(n, 1) // self.keys) for n in keys]
+        costs = np.repeat([self.block_ns * n + self.tile_ns for n in blocks], heads)
         rounds = np.append(costs, np.zeros(-costs.size % ctas)).reshape(-1, ctas)
         rounds[1::2] = rounds[1::2, ::-1].copy()
-        return float(rounds.sum(0).max()) * self.queries / self.rate
+        return float(rounds.sum(0).max())
 
 
 # For heads of up to so many columns.
 _TILES = {
     64: (
-        AttentionTile(3, 128, 2, 0, "fixed", 1.0),
-        AttentionTile(2, 128, 2, 0, "fixed", 0.9),
+        AttentionTile(3, 128, 2, 0, "fixed", "first", "early", 1400, 3000),
+        AttentionTile(2, 128, 2, 0, "fixed", "first", "early", 1150, 2000),
     ),
-    128: (AttentionTile(2, 128, 2, 0, "fixed", 1.0),),
-    256: (AttentionTile(2, 64, 2, 0, "fixed", 1.0),),
+    128: (AttentionTile(2, 128, 2, 0, "free", "first", "early", 1400, 2000),),
+    256: (AttentionTile(2, 64, 2, 0, "free", "first", "early", 1400, 2000),),
 }
 
 
@@ -129,6 +134,8 @@ def attend(bound: Bound, args: dict[str, Any], stream: Any, size_bytes: int) -> 
         *tile.template,
         f"Logits::{'scaled' if only_scaled else 'any'}",
         f"Turns::{tile.turns}",
+        f"Maxima::{tile.maxima}",
+        f"Opening::{tile.opening}",
     ).launch(
         min(heads * -(-sizes["q_len"] // tile.queries), target.sm_count),
         (tile.warpgroups + 1) * 128,

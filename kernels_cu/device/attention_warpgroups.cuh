@@ -26,13 +26,15 @@ struct AttentionShape {
   static constexpr int kQueryBox = 64 * 128, kKeyBox = kKeys * 128;
   static constexpr int kQueryBytes = kBoxes * kQueryBox;  // of a warpgroup
   static constexpr int kBlockBytes = kBoxes * kKeyBox;
-  static constexpr int kKeysAt = kWarpgroups * kQueryBytes;
+  static constexpr int kTileBytes = kWarpgroups * kQueryBytes;
+  // The next tile's queries are copied ahead where there is room.
+  static constexpr int kRingBytes = 2 * kStages * kBlockBytes;
+  static constexpr int kQueryStages = 2 * kTileBytes + kRingBytes + 1024 <= 227 * 1024 ? 2 : 1;
+  static constexpr int kKeysAt = kQueryStages * kTileBytes;
   static constexpr int kValuesAt = kKeysAt + kStages * kBlockBytes;
-  // Results wait where the queries were if there is no room beside them.
-  static constexpr int kResultsAt = kValuesAt + kStages * kBlockBytes;
-  static constexpr bool kOwnResults = kResultsAt + kKeysAt + 1024 <= 227 * 1024;
-  static constexpr int kBarriersAt = kResultsAt + (kOwnResults ? kKeysAt : 0);
-  static constexpr int kSharedBytes = kBarriersAt + (4 * kStages + 2 * kWarpgroups) * 8;
+  static constexpr int kBarriersAt = kKeysAt + kRingBytes;
+  static constexpr int kBarriers = 4 * kStages + 2 * kQueryStages * kWarpgroups;
+  static constexpr int kSharedBytes = kBarriersAt + kBarriers * 8;
   // What 64 K registers leave: the warpgroup that copies needs few.
   static constexpr int kFew = kWarpgroups == 2 ? 24 : 32;
   static constexpr int kMany = kWarpgroups == 2 ? 240 : 160;
@@ -46,6 +48,11 @@ enum class Logits { scaled, any };
 // Warpgroups issue their products when they can, or in turns: while one has the tensor cores, the
 // others take their softmax.
 enum class Turns { free, fixed };
+// Whose maximum is taken: each block's, or the first one's, and others' when weights overflow.
+enum class Maxima { all, first };
+// When a warpgroup starts with its next tile: behind the results of this one or, where it can,
+// before.
+enum class Opening { late, early };
 
 #if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -53,15 +60,14 @@ enum class Turns { free, fixed };
 template <typename Shape>
 struct AttentionMemory {
   using Cursor = RingCursor<Shape::kStages>;
+  using QueryCursor = RingCursor<Shape::kQueryStages>;
 
   static CUFUSE_DEVICE unsigned char* at(int byte) {
     return dynamic_shared<unsigned char>() + byte;
   }
-  static CUFUSE_DEVICE unsigned char* queries(int warpgroup) {
-    return at(warpgroup * Shape::kQueryBytes);
-  }
-  static CUFUSE_DEVICE unsigned char* results(int warpgroup) {
-    return at((Shape::kOwnResults ? Shape::kResultsAt : 0) + warpgroup * Shape::kQueryBytes);
+  // Of a warpgroup; its results wait there too, for the threads that store them.
+  static CUFUSE_DEVICE unsigned char* queries(const QueryCursor& cursor, int warpgroup) {
+    return at(cursor.stage * Shape::kTileBytes + warpgroup * Shape::kQueryBytes);
   }
   static CUFUSE_DEVICE unsigned char* keys(const Cursor& cursor) {
     return at(Shape::kKeysAt + cursor.stage * Shape::kBlockBytes);
@@ -76,11 +82,11 @@ struct AttentionMemory {
   static CUFUSE_DEVICE u64* keys_empty(int stage) { return barrier(Shape::kStages + stage); }
   static CUFUSE_DEVICE u64* values_full(int stage) { return barrier(2 * Shape::kStages + stage); }
   static CUFUSE_DEVICE u64* values_empty(int stage) { return barrier(3 * Shape::kStages + stage); }
-  static CUFUSE_DEVICE u64* queries_full(int warpgroup) {
-    return barrier(4 * Shape::kStages + warpgroup);
+  static CUFUSE_DEVICE u64* queries_full(int stage, int warpgroup) {
+    return barrier(4 * Shape::kStages + 2 * stage * Shape::kWarpgroups + warpgroup);
   }
-  static CUFUSE_DEVICE u64* queries_empty(int warpgroup) {
-    return barrier(4 * Shape::kStages + Shape::kWarpgroups + warpgroup);
+  static CUFUSE_DEVICE u64* queries_empty(int stage, int warpgroup) {
+    return queries_full(stage, Shape::kWarpgroups + warpgroup);
   }
 
   // By one thread, before a barrier of the CTA.
@@ -91,9 +97,11 @@ struct AttentionMemory {
       mbarrier_init(values_full(stage), 1);
       mbarrier_init(values_empty(stage), Shape::kWarpgroups * 4);
     }
-    for (int warpgroup = 0; warpgroup < Shape::kWarpgroups; ++warpgroup) {
-      mbarrier_init(queries_full(warpgroup), 1);
-      mbarrier_init(queries_empty(warpgroup), 4);
+    for (int stage = 0; stage < Shape::kQueryStages; ++stage) {
+      for (int warpgroup = 0; warpgroup < Shape::kWarpgroups; ++warpgroup) {
+        mbarrier_init(queries_full(stage, warpgroup), 1);
+        mbarrier_init(queries_empty(stage, warpgroup), 4);
+      }
     }
     fence_mbarrier_init();
   }
@@ -143,19 +151,26 @@ struct QueryTiles {
 
   // Tiles of a head end with its last query, and those that see most keys come first. CTAs take
   // them to and fro, so that each has some of all lengths; neighbours in time share keys and
-  // values. `same` is what makes a number the same for all who take.
-  template <typename Args, typename F>
-  CUFUSE_DEVICE bool take(const Args& args, QueryTile<Shape>& tile, F same) {
+  // values. Whether there is one more, and where its queries are.
+  template <typename Args>
+  CUFUSE_DEVICE bool find(const Args& args, QueryTile<Shape>& tile) const {
     const int heads = args.batch * args.n_heads;
     const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
     const int index = round * ctas + (round % 2 == 0 ? cta : ctas - 1 - cta);
     if (index >= heads * per_head) return false;
-    ++round;
     const int from_end = index / heads;
     const int head = index - from_end * heads;
     tile.batch = head / args.n_heads;
     tile.head = head - tile.batch * args.n_heads;
     tile.query = args.q_len - (from_end + 1) * Shape::kQueries;
+    return true;
+  }
+
+  // Take it. `same` is what makes a number the same for all who do.
+  template <typename Args, typename F>
+  CUFUSE_DEVICE bool take(const Args& args, QueryTile<Shape>& tile, F same) {
+    if (!find(args, tile)) return false;
+    ++round;
     if (tile.batch != batch) {
       batch = tile.batch;
       start = same(args.start ? args.start[batch] : args.default_start);
@@ -190,11 +205,28 @@ template <typename Shape, typename Args>
 CUFUSE_DEVICE void copy_for_attention(const Args& args) {
   using Memory = AttentionMemory<Shape>;
   typename Memory::Cursor key_cursor, value_cursor;
+  typename Memory::QueryCursor query_cursor;
   QueryTiles<Shape> tiles(args);
   QueryTile<Shape> tile;
-  u32 empty = 1;
+  const auto copy_queries = [&] {
+    QueryTile<Shape> next;
+    if (!tiles.find(args, next)) return;
+#pragma unroll 1
+    for (int warpgroup = 0; warpgroup < Shape::kWarpgroups; ++warpgroup) {
+      mbarrier_wait(Memory::queries_empty(query_cursor.stage, warpgroup), query_cursor.round ^ 1);
+      u64* full = Memory::queries_full(query_cursor.stage, warpgroup);
+      mbarrier_arrive_expect_tx(full, Shape::kQueryBytes);
+      unsigned char* to = Memory::queries(query_cursor, warpgroup);
+#pragma unroll
+      for (int box = 0; box < Shape::kBoxes; ++box) {
+        copy_tensor(to + box * Shape::kQueryBox, args.q_map, full, box * 64,
+                    next.query + warpgroup * 64, next.head, next.batch);
+      }
+    }
+    query_cursor.template advance<1>();
+  };
+  copy_queries();
   while (tiles.take(args, tile, [](int v) { return v; })) {
-    if (tile.blocks == 0) continue;
     const int kv_head = tile.head / (args.n_heads / args.n_kv_heads);
     const auto copy_block = [&](unsigned char* to, const TensorMap& map, u64* full, int block) {
       mbarrier_arrive_expect_tx(full, Shape::kBlockBytes);
@@ -204,31 +236,22 @@ CUFUSE_DEVICE void copy_for_attention(const Args& args) {
         copy_tensor(to + box * Shape::kKeyBox, map, full, box * 64, key, kv_head, tile.batch);
       }
     };
-    const auto copy_keys = [&](int block) {
-      mbarrier_wait(Memory::keys_empty(key_cursor.stage), key_cursor.round ^ 1);
-      copy_block(Memory::keys(key_cursor), args.k_map, Memory::keys_full(key_cursor.stage), block);
-      key_cursor.template advance<1>();
-    };
-    copy_keys(0);
+    // The first keys, then keys and the values before them; the next queries when others can wait.
 #pragma unroll 1
-    for (int warpgroup = 0; warpgroup < Shape::kWarpgroups; ++warpgroup) {
-      mbarrier_wait(Memory::queries_empty(warpgroup), empty);
-      u64* full = Memory::queries_full(warpgroup);
-      mbarrier_arrive_expect_tx(full, Shape::kQueryBytes);
-#pragma unroll
-      for (int box = 0; box < Shape::kBoxes; ++box) {
-        copy_tensor(Memory::queries(warpgroup) + box * Shape::kQueryBox, args.q_map, full, box * 64,
-                    tile.query + warpgroup * 64, tile.head, tile.batch);
+    for (int block = 0; block <= tile.blocks; ++block) {
+      if (block < tile.blocks) {
+        mbarrier_wait(Memory::keys_empty(key_cursor.stage), key_cursor.round ^ 1);
+        copy_block(Memory::keys(key_cursor), args.k_map, Memory::keys_full(key_cursor.stage),
+                   block);
+        key_cursor.template advance<1>();
       }
-    }
-    empty ^= 1;
-#pragma unroll 1
-    for (int block = 0; block < tile.blocks; ++block) {
-      if (block + 1 < tile.blocks) copy_keys(block + 1);
-      mbarrier_wait(Memory::values_empty(value_cursor.stage), value_cursor.round ^ 1);
-      copy_block(Memory::values(value_cursor), args.v_map, Memory::values_full(value_cursor.stage),
-                 block);
-      value_cursor.template advance<1>();
+      if (block > 0) {
+        mbarrier_wait(Memory::values_empty(value_cursor.stage), value_cursor.round ^ 1);
+        copy_block(Memory::values(value_cursor), args.v_map,
+                   Memory::values_full(value_cursor.stage), block - 1);
+        value_cursor.template advance<1>();
+      }
+      if (block == (Shape::kQueryStages == 1 ? tile.blocks : min(tile.blocks, 1))) copy_queries();
     }
   }
 }
@@ -334,10 +357,10 @@ CUFUSE_DEVICE void finish_logits(float (&logits)[kCount], const Args& args) {
   }
 }
 
-// Logits become weights, `top` and `total` follow. Returns by what the sums have to be multiplied
-// in `rescale`, and whether anything of the warp has to.
+// Where a block's logits are higher than `top`, but for kSlack, that becomes their maximum. Returns
+// by what a row's sums and totals have to be multiplied, and whether anything of the warp has to.
 template <typename Shape>
-CUFUSE_DEVICE bool take_softmax(AttentionState<Shape>& state, float factor, float (&rescale)[2]) {
+CUFUSE_DEVICE bool raise_tops(AttentionState<Shape>& state, float factor, float (&rescale)[2]) {
   bool grown = false;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -356,6 +379,29 @@ CUFUSE_DEVICE bool take_softmax(AttentionState<Shape>& state, float factor, floa
       state.top[i] = top;
       grown = true;
     }
+    state.total[i] *= rescale[i];
+  }
+  return __any_sync(kFullMask, grown);
+}
+
+template <typename Shape>
+CUFUSE_DEVICE void rescale_sums(AttentionState<Shape>& state, const float (&rescale)[2]) {
+#pragma unroll
+  for (int i = 0; i < Shape::kDim / 2; ++i) state.sums[i] *= rescale[i / 2 % 2];
+}
+
+// The weight of a logit; every 8 take turns.
+template <typename Shape>
+CUFUSE_DEVICE float weight_of(float logit, float factor, float shift, int turn) {
+  const float x = fmaf(logit, factor, -shift);
+  return turn % 8 < Shape::kPolynomial ? exp2_polynomial(x) : exp2f(x);
+}
+
+// Logits become their weights in place.
+template <typename Shape>
+CUFUSE_DEVICE void weigh_in_place(AttentionState<Shape>& state, float factor) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
     const float shift = softmax_shift(state.top[i]);
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -363,14 +409,12 @@ CUFUSE_DEVICE bool take_softmax(AttentionState<Shape>& state, float factor, floa
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float& v = state.logits[4 * n + 2 * i + j];
-        const float x = fmaf(v, factor, -shift);
-        v = (2 * n + j) % 8 < Shape::kPolynomial ? exp2_polynomial(x) : exp2f(x);
+        v = weight_of<Shape>(v, factor, shift, 2 * n + j);
         sum[j] += v;
       }
     }
-    state.total[i] = fmaf(state.total[i], rescale[i], sum[0] + sum[1]);
+    state.total[i] += sum[0] + sum[1];
   }
-  return __any_sync(kFullMask, grown);
 }
 
 // The weights, rounded: the accumulators' order is that of a left operand.
@@ -386,6 +430,50 @@ CUFUSE_DEVICE void round_weights(AttentionState<Shape>& state) {
   }
 }
 
+// Both at once, with the logits left as they are; `sum` is that of a row's weights in this thread.
+template <typename Shape, typename T>
+CUFUSE_DEVICE void weigh(AttentionState<Shape>& state,
+                         float factor,
+                         const float (&shift)[2],
+                         float (&sum)[2]) {
+  sum[0] = sum[1] = 0.0f;
+#pragma unroll
+  for (int step = 0; step < Shape::kKeys / 16; ++step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = &state.logits[8 * step + 2 * i];
+      const int turn = 2 * (i / 2 + 2 * step);
+      const float low = weight_of<Shape>(pair[0], factor, shift[i % 2], turn);
+      const float high = weight_of<Shape>(pair[1], factor, shift[i % 2], turn + 1);
+      sum[i % 2] += low + high;
+      state.weights[step][i] = pair_from_floats<T>(low, high);
+    }
+  }
+}
+
+// A block's weights from its logits, where only some blocks' maxima are taken. Higher logits than
+// those show in the sum, and so does a `top` of -inf: then all is done again.
+template <typename Shape, typename T>
+CUFUSE_DEVICE void weigh_again_on_overflow(AttentionState<Shape>& state, float factor, bool raise) {
+  constexpr float kMost = 8192.0f;  // below half's largest value
+  float sum[2];
+#pragma unroll 1
+  while (true) {
+    float shift[2] = {state.top[0], state.top[1]};
+    if (raise) {
+      float rescale[2];
+      if (raise_tops(state, factor, rescale)) rescale_sums(state, rescale);
+      shift[0] = softmax_shift(state.top[0]);
+      shift[1] = softmax_shift(state.top[1]);
+    }
+    weigh<Shape, T>(state, factor, shift, sum);
+    if (raise || !__any_sync(kFullMask, sum[0] > kMost || sum[1] > kMost)) break;
+    raise = true;
+  }
+  state.total[0] += sum[0];
+  state.total[1] += sum[1];
+}
+
 // Values that nobody sees become zeros: by all warpgroups that multiply, before anyone reads them.
 template <typename Shape>
 CUFUSE_DEVICE void clear_values(unsigned char* values, int rows) {
@@ -399,152 +487,14 @@ CUFUSE_DEVICE void clear_values(unsigned char* values, int rows) {
   barrier_sync(1 + Shape::kWarpgroups, Shape::kWarpgroups * 128);
 }
 
-// By a warpgroup: its part of one tile, from the queries to sums, tops and totals.
-template <typename Shape, typename T, Logits kLogits, Turns kTurns, typename Args>
-CUFUSE_DEVICE void attend_tile(AttentionState<Shape>& state,
-                               AttentionTurns<Shape, kTurns>& turns,
-                               typename AttentionMemory<Shape>::Cursor& key_cursor,
-                               typename AttentionMemory<Shape>::Cursor& value_cursor,
-                               const QueryTile<Shape>& tile,
-                               int warpgroup,
-                               u32 round,
-                               const Args& args) {
-  using Memory = AttentionMemory<Shape>;
-  using Tiles = QueryTiles<Shape>;
-  const auto wait_for_keys = [&] {
-    mbarrier_wait(Memory::keys_full(key_cursor.stage), key_cursor.round);
-  };
-  const auto wait_for_values = [&] {
-    mbarrier_wait(Memory::values_full(value_cursor.stage), value_cursor.round);
-  };
-  const auto release_keys = [&] {
-    Memory::release(Memory::keys_empty(key_cursor.stage));
-    key_cursor.template advance<1>();
-  };
-  const auto release_values = [&] {
-    Memory::release(Memory::values_empty(value_cursor.stage));
-    value_cursor.template advance<1>();
-  };
-  const auto skip = [&](int block) {
-    if (block > 0) {
-      turns.begin(warpgroup);
-      turns.end(warpgroup);
-    }
-    wait_for_keys();
-    wait_for_values();
-    __syncwarp();  // before one lane releases: no product lets them meet
-    release_keys();
-    release_values();
-  };
-
-  // What the first and the last row see, and the blocks of that: the first row sees the fewest.
-  const int row = warpgroup * 64, first_row = max(row, -tile.query);
-  const KeySpan low = Tiles::seen(args, tile, first_row), high = Tiles::seen(args, tile, row + 63);
-  const int last = Tiles::end_for(args, tile, row + 63);
-  int begin = (tile.keys.last - last) / Shape::kKeys;
-  int end = (tile.keys.last - low.first + Shape::kKeys - 1) / Shape::kKeys;
-  if (first_row >= row + 64 || last <= low.first) begin = end = tile.blocks;
-
-  if (tile.unseen() > 0) {
-    wait_for_values();
-    clear_values<Shape>(Memory::values(value_cursor), tile.unseen());
-  }
-#pragma unroll
-  for (int i = 0; i < Shape::kDim / 2; ++i) state.sums[i] = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    state.top[i] = minus_infinity();
-    state.total[i] = 0.0f;
-  }
-  mbarrier_wait(Memory::queries_full(warpgroup), round);
-#pragma unroll 1
-  for (int block = 0; block < begin; ++block) skip(block);
-
-  const float factor = logit_factor<kLogits>(args);
-  const unsigned char* queries = Memory::queries(warpgroup);
-  // Only blocks at the edges of what is visible look at each key.
-  const auto mask = [&](int block) {
-    const int key = tile.key_of(block), end_key = tile.end_of(block);
-    if (key >= high.first && key + Shape::kKeys <= min(low.last, end_key)) return;
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const int thread_row = row + static_cast<int>(threadIdx.x % 128 / 32) * 16 + lane / 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const KeySpan span = Tiles::seen(args, tile, thread_row + i * 8);
-      const int from = span.first - key - lane % 4 * 2;
-      const int to = min(span.last, end_key) - key - lane % 4 * 2;
-#pragma unroll
-      for (int n = 0; n < Shape::kKeys / 8; ++n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const bool visible = n * 8 + j >= from && n * 8 + j < to;
-          float& v = state.logits[4 * n + 2 * i + j];
-          v = visible ? v : minus_infinity();
-        }
-      }
-    }
-  };
-
-  if (begin < end) {
-    float rescale[2];
-    if (begin > 0) turns.begin(warpgroup);
-    wait_for_keys();
-    wgmma_fence(state.logits);
-    start_logits<Shape, T>(state, queries, Memory::keys(key_cursor));
-    if (begin > 0) turns.end(warpgroup);
-    wgmma_wait<0>(state.logits);
-    release_keys();
-    finish_logits<kLogits>(state.logits, args);
-    mask(begin);
-    take_softmax(state, factor, rescale);
-    round_weights<Shape, T>(state);
-#pragma unroll 1
-    for (int block = begin + 1; block < end; ++block) {
-      turns.begin(warpgroup);
-      wait_for_keys();
-      wgmma_fence(state.logits, state.weights, state.sums);
-      start_logits<Shape, T>(state, queries, Memory::keys(key_cursor));
-      wait_for_values();
-      wgmma_fence();
-      start_sums<Shape, T>(state, Memory::values(value_cursor));
-      turns.end(warpgroup);
-      wgmma_wait<1>(state.logits);
-      release_keys();
-      finish_logits<kLogits>(state.logits, args);
-      mask(block);
-      const bool grown = take_softmax(state, factor, rescale);
-      not_negative_by_now(state.total[0] + state.total[1]);  // the sums are on their way
-      wgmma_wait<0>(state.sums);
-      release_values();
-      if (grown) {
-#pragma unroll
-        for (int i = 0; i < Shape::kDim / 2; ++i) state.sums[i] *= rescale[i / 2 % 2];
-      }
-      round_weights<Shape, T>(state);
-    }
-    if constexpr (Shape::kOwnResults) Memory::release(Memory::queries_empty(warpgroup));
-    wait_for_values();
-    wgmma_fence(state.weights, state.sums);
-    start_sums<Shape, T>(state, Memory::values(value_cursor));
-    wgmma_wait<0>(state.sums);
-    release_values();
-  } else if constexpr (Shape::kOwnResults) {
-    __syncwarp();
-    Memory::release(Memory::queries_empty(warpgroup));
-  }
-
-#pragma unroll 1
-  for (int block = end; block < tile.blocks; ++block) skip(block);
-}
-
 // By a warpgroup: divide by the totals, a sink's share included, and store. A query that sees no
 // key gets zeros.
 template <typename Shape, typename T, typename Args>
 CUFUSE_DEVICE void store_attention(AttentionState<Shape>& state,
                                    const QueryTile<Shape>& tile,
+                                   unsigned char* results,
                                    int warpgroup,
                                    const Args& args) {
-  using Memory = AttentionMemory<Shape>;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int warp = static_cast<int>(threadIdx.x % 128 / 32);
   float scale[2];
@@ -564,7 +514,6 @@ CUFUSE_DEVICE void store_attention(AttentionState<Shape>& state,
   }
 
   // A warp's 16 rows go through shared memory, so that its lanes store whole rows.
-  unsigned char* results = Memory::results(warpgroup);
   const int place = (warp * 16 + lane % 16) * 128;
 #pragma unroll
   for (int column = 0; column < Shape::kDim; column += 16) {
@@ -591,21 +540,235 @@ CUFUSE_DEVICE void store_attention(AttentionState<Shape>& state,
         box + swizzle<128>((warp * 16 + row) * 128 + chunk % 8 * 16));
     if (query + row >= 0) *reinterpret_cast<uint4*>(out + row * stride + chunk * 8) = values;
   }
-  __syncwarp();
 }
 
-// Where nobody of a tile sees a key.
-template <typename Shape, typename Args>
-CUFUSE_DEVICE void store_zeros(const QueryTile<Shape>& tile, int warpgroup, const Args& args) {
-  constexpr int kPerRow = Shape::kHeadDim / 8;
-  for (int i = static_cast<int>(threadIdx.x % 128); i < 64 * kPerRow; i += 128) {
-    const int query = tile.query + warpgroup * 64 + i / kPerRow;
-    if (query < 0) continue;
-    const i64 row = (static_cast<i64>(tile.batch) * args.q_len + query) * args.n_heads + tile.head;
-    *reinterpret_cast<uint4*>(args.out + row * Shape::kHeadDim + i % kPerRow * 8) =
-        uint4{0, 0, 0, 0};
+// A warpgroup's part of a tile.
+template <typename Shape>
+struct QueryShare {
+  QueryTile<Shape> tile;
+  typename AttentionMemory<Shape>::QueryCursor queries;
+  // The blocks that any of its rows sees, and of each of those blocks the keys that all rows see.
+  int begin, end;
+  int seen_first, seen_last;
+};
+
+// What a warpgroup that multiplies keeps from tile to tile.
+template <typename Shape, typename T, Logits kLogits, Turns kTurns, Maxima kMaxima, typename Args>
+struct AttentionWarpgroup {
+  using Memory = AttentionMemory<Shape>;
+  using Tiles = QueryTiles<Shape>;
+  using Share = QueryShare<Shape>;
+  using State = AttentionState<Shape>;
+
+  const Args& args;
+  int warpgroup;
+  Tiles tiles;
+  AttentionTurns<Shape, kTurns> turns;
+  typename Memory::Cursor key_cursor, value_cursor;
+  typename Memory::QueryCursor query_cursor;
+
+  CUFUSE_DEVICE AttentionWarpgroup(const Args& args, int warpgroup)
+      : args(args), warpgroup(warpgroup), tiles(args) {}
+
+  CUFUSE_DEVICE void wait_for_keys() const {
+    mbarrier_wait(Memory::keys_full(key_cursor.stage), key_cursor.round);
   }
-}
+  CUFUSE_DEVICE void wait_for_values() const {
+    mbarrier_wait(Memory::values_full(value_cursor.stage), value_cursor.round);
+  }
+  CUFUSE_DEVICE void release_keys() {
+    Memory::release(Memory::keys_empty(key_cursor.stage));
+    key_cursor.template advance<1>();
+  }
+  CUFUSE_DEVICE void release_values() {
+    Memory::release(Memory::values_empty(value_cursor.stage));
+    value_cursor.template advance<1>();
+  }
+  CUFUSE_DEVICE void skip(int block) {
+    if (block > 0) {
+      turns.begin(warpgroup);
+      turns.end(warpgroup);
+    }
+    wait_for_keys();
+    wait_for_values();
+    __syncwarp();  // before one lane releases: no product lets them meet
+    release_keys();
+    release_values();
+  }
+
+  // The next tile, if there is one.
+  CUFUSE_DEVICE bool take(Share& share) {
+    if (!tiles.take(args, share.tile, uniform)) return false;
+    share.queries = query_cursor;
+    query_cursor.template advance<1>();
+    // The first row sees the fewest keys up to the last one, the last row from the first one on.
+    const QueryTile<Shape>& tile = share.tile;
+    const int row = warpgroup * 64, first_row = max(row, -tile.query);
+    const KeySpan low = Tiles::seen(args, tile, first_row),
+                  high = Tiles::seen(args, tile, row + 63);
+    const int last = Tiles::end_for(args, tile, row + 63);
+    share.begin = (tile.keys.last - last) / Shape::kKeys;
+    share.end = (tile.keys.last - low.first + Shape::kKeys - 1) / Shape::kKeys;
+    if (first_row >= row + 64 || last <= low.first) share.begin = share.end = tile.blocks;
+    share.seen_first = high.first;
+    share.seen_last = low.last;
+    return true;
+  }
+
+  // Whether the first products can start while the results of the tile before are on their way: no
+  // block that others have to leave is waited for.
+  static CUFUSE_DEVICE bool starts_early(const Share& share) {
+    return Shape::kQueryStages > 1 && share.begin <= 1 && share.begin < share.end &&
+           share.tile.unseen() == 0;
+  }
+
+  // Come to the first block that is seen.
+  CUFUSE_DEVICE void approach(const Share& share) {
+    if (share.tile.unseen() > 0) {
+      wait_for_values();
+      clear_values<Shape>(Memory::values(value_cursor), share.tile.unseen());
+    }
+    mbarrier_wait(Memory::queries_full(share.queries.stage, warpgroup), share.queries.round);
+#pragma unroll 1
+    for (int block = 0; block < share.begin; ++block) skip(block);
+  }
+
+  // Multiply the queries with it; f() is done meanwhile.
+  template <typename F>
+  CUFUSE_DEVICE void multiply_first(State& state, const Share& share, F f) {
+    if (share.begin > 0) turns.begin(warpgroup);
+    wait_for_keys();
+    wgmma_fence(state.logits);
+    start_logits<Shape, T>(state, Memory::queries(share.queries, warpgroup),
+                           Memory::keys(key_cursor));
+    if (share.begin > 0) turns.end(warpgroup);
+    f();
+    wgmma_wait<0>(state.logits);
+    release_keys();
+  }
+  CUFUSE_DEVICE void start(State& state, const Share& share) {
+    approach(share);
+    if (share.begin < share.end) multiply_first(state, share, [] {});
+  }
+
+  // Logits of keys that a row does not see become -inf. Only blocks at the edges of what is visible
+  // look at each key; returns whether this one is.
+  CUFUSE_DEVICE bool mask(State& state, const Share& share, int block) const {
+    const QueryTile<Shape>& tile = share.tile;
+    const int key = tile.key_of(block), end_key = tile.end_of(block);
+    if (key >= share.seen_first && key + Shape::kKeys <= min(share.seen_last, end_key)) {
+      return false;
+    }
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int row = warpgroup * 64 + static_cast<int>(threadIdx.x % 128 / 32) * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const KeySpan span = Tiles::seen(args, tile, row + i * 8);
+      const int from = span.first - key - lane % 4 * 2;
+      const int to = min(span.last, end_key) - key - lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < Shape::kKeys / 8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const bool visible = n * 8 + j >= from && n * 8 + j < to;
+          float& v = state.logits[4 * n + 2 * i + j];
+          v = visible ? v : minus_infinity();
+        }
+      }
+    }
+    return true;
+  }
+
+  // All that comes after `start`, up to sums, tops and totals.
+  CUFUSE_DEVICE void attend(State& state, const Share& share) {
+#pragma unroll
+    for (int i = 0; i < Shape::kDim / 2; ++i) state.sums[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      state.top[i] = minus_infinity();
+      state.total[i] = 0.0f;
+    }
+    if (share.begin < share.end) {
+      const float factor = logit_factor<kLogits>(args);
+      const unsigned char* queries = Memory::queries(share.queries, warpgroup);
+      float rescale[2];
+      finish_logits<kLogits>(state.logits, args);
+      mask(state, share, share.begin);
+      if constexpr (kMaxima == Maxima::all) {
+        raise_tops(state, factor, rescale);
+        weigh_in_place(state, factor);
+        round_weights<Shape, T>(state);
+      } else {
+        weigh_again_on_overflow<Shape, T>(state, factor, true);
+      }
+#pragma unroll 1
+      for (int block = share.begin + 1; block < share.end; ++block) {
+        turns.begin(warpgroup);
+        wait_for_keys();
+        wgmma_fence(state.logits, state.weights, state.sums);
+        start_logits<Shape, T>(state, queries, Memory::keys(key_cursor));
+        wait_for_values();
+        wgmma_fence();
+        start_sums<Shape, T>(state, Memory::values(value_cursor));
+        turns.end(warpgroup);
+        wgmma_wait<1>(state.logits);
+        release_keys();
+        finish_logits<kLogits>(state.logits, args);
+        const bool masked = mask(state, share, block);
+        if constexpr (kMaxima == Maxima::all) {
+          const bool grown = raise_tops(state, factor, rescale);
+          weigh_in_place(state, factor);
+          not_negative_by_now(state.total[0] + state.total[1]);  // the sums are on their way
+          wgmma_wait<0>(state.sums);
+          release_values();
+          if (grown) rescale_sums(state, rescale);
+          round_weights<Shape, T>(state);
+        } else {
+          wgmma_wait<0>(state.sums);
+          release_values();
+          weigh_again_on_overflow<Shape, T>(state, factor, masked);
+        }
+      }
+      wait_for_values();
+      wgmma_fence(state.weights, state.sums);
+      start_sums<Shape, T>(state, Memory::values(value_cursor));
+      wgmma_wait<0>(state.sums);
+      release_values();
+    }
+#pragma unroll 1
+    for (int block = share.end; block < share.tile.blocks; ++block) skip(block);
+  }
+
+  // Store the results and give the queries' memory, where they waited, back.
+  CUFUSE_DEVICE void finish(State& state, const Share& share) {
+    store_attention<Shape, T>(state, share.tile, Memory::queries(share.queries, warpgroup),
+                              warpgroup, args);
+    fence_proxy_async_shared();
+    __syncwarp();
+    Memory::release(Memory::queries_empty(share.queries.stage, warpgroup));
+  }
+
+  template <Opening kOpening>
+  CUFUSE_DEVICE void run() {
+    State state;
+    Share share, next;
+    bool more = take(share);
+    if (more) start(state, share);
+    while (more) {
+      attend(state, share);
+      more = take(next);
+      if (kOpening == Opening::early && more && starts_early(next)) {
+        approach(next);
+        multiply_first(state, next, [&] { finish(state, share); });
+      } else {
+        finish(state, share);
+        if (more) start(state, next);
+      }
+      share = next;
+    }
+    turns.finish(warpgroup);
+  }
+};
 
 #endif  // sm_90a
 

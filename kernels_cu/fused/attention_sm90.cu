@@ -2,14 +2,14 @@
 // fused/attention.cu has: wgmma multiplies while the softmax of another block is taken, and tensor
 // copies fill rings of keys and values (device/attention_warpgroups.cuh). Bounded by the tensor
 // cores and, where heads are small, by exp.
-// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 0, Logits::scaled, Turns::free>
-// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 2, Logits::scaled, Turns::fixed>
-// instantiate: attention_warpgroups<half, 64, 2, 128, 2, 0, Logits::any, Turns::free>
-// instantiate: attention_warpgroups<bfloat16, 64, 2, 128, 2, 0, Logits::scaled, Turns::fixed>
-// instantiate: attention_warpgroups<half, 96, 2, 128, 2, 0, Logits::any, Turns::fixed>
-// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Logits::scaled, Turns::fixed>
-// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Logits::any, Turns::free>
-// instantiate: attention_warpgroups<bfloat16, 256, 2, 64, 2, 0, Logits::scaled, Turns::fixed>
+// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 0, Logits::scaled, Turns::free, Maxima::first, Opening::early>
+// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 2, Logits::scaled, Turns::fixed, Maxima::all, Opening::early>
+// instantiate: attention_warpgroups<half, 64, 2, 128, 2, 0, Logits::any, Turns::free, Maxima::first, Opening::early>
+// instantiate: attention_warpgroups<bfloat16, 64, 2, 128, 2, 0, Logits::scaled, Turns::fixed, Maxima::all, Opening::early>
+// instantiate: attention_warpgroups<half, 96, 2, 128, 2, 0, Logits::any, Turns::fixed, Maxima::all, Opening::early>
+// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Logits::scaled, Turns::fixed, Maxima::all, Opening::early>
+// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Logits::any, Turns::free, Maxima::first, Opening::early>
+// instantiate: attention_warpgroups<bfloat16, 256, 2, 64, 2, 0, Logits::scaled, Turns::fixed, Maxima::all, Opening::early>
 #include "device/attention_warpgroups.cuh"
 
 namespace cufuse {
@@ -46,7 +46,9 @@ template <typename T,
           int kStages,
           int kPolynomial,
           Logits kLogits,
-          Turns kTurns>
+          Turns kTurns,
+          Maxima kMaxima,
+          Opening kOpening>
 __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
     attention_warpgroups(const __grid_constant__ AttentionWarpgroupsArgs<T> args) {
 #if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -67,28 +69,9 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
     if (thread == kWarpgroups * 128) copy_for_attention<Shape>(args);
   } else {
     take_registers<Shape::kMany>();
-    AttentionState<Shape> state;
-    AttentionTurns<Shape, kTurns> turns;
-    typename Memory::Cursor key_cursor, value_cursor;
-    QueryTiles<Shape> tiles(args);
-    QueryTile<Shape> tile;
-    u32 round = 0;
-    while (tiles.take(args, tile, uniform)) {
-      if (tile.blocks == 0) {
-        store_zeros(tile, warpgroup, args);
-        continue;
-      }
-      attend_tile<Shape, T, kLogits>(state, turns, key_cursor, value_cursor, tile, warpgroup, round,
-                                     args);
-      store_attention<Shape, T>(state, tile, warpgroup, args);
-      if constexpr (!Shape::kOwnResults) {
-        fence_proxy_async_shared();
-        __syncwarp();
-        Memory::release(Memory::queries_empty(warpgroup));
-      }
-      round ^= 1;
-    }
-    turns.finish(warpgroup);
+    AttentionWarpgroup<Shape, T, kLogits, kTurns, kMaxima, AttentionWarpgroupsArgs<T>> work(
+        args, warpgroup);
+    work.template run<kOpening>();
   }
 #endif
 }
