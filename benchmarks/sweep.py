@@ -1,8 +1,8 @@
 """Time the tiles of warpgroups (tiles.py) on many shapes, and fit what they are chosen by.
 
 Every tile of the table and its neighbours multiply each shape, in single launches behind a pause,
-as `WarpgroupTile.launch_ns` models them: an overhead, then blocks of K and what follows a tile,
-for the CTA that has most of them.
+as `WarpgroupTile.launch_ns` models them: an overhead, then blocks of K or reading the weights, and
+what follows a tile, for the CTA that has most of them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ from cufuse.tiles import Target, WarpgroupTile
 OPS = tiles.WARPGROUP_OPS
 
 _MODELS = ("llama-3.2-1b", "llama-3.1-8b")
-_ROWS = (16, 64, 512, 4096)
+_ROWS = (8, 16, 64, 512, 4096)
 _SMALL = (16, 256, 512)  # compiles a tile's kernel
 _MOST_TURNS = 64  # tiles a CTA, beyond which a tile is too small for a product
 _SLOW = 2.0  # times the fastest: what a tile does there says nothing about where it is chosen
+_ROUNDS = 20  # of a fit
+# Of a block, a finish and the overhead: how they share what no row tells apart.
+_USUAL_NS = (100.0, 1500.0, 3500.0)
 _NEAR = 1.01  # times the fastest: within what two runs differ by
 
 
@@ -111,9 +114,10 @@ def _fits_registers(tile: WarpgroupTile) -> bool:
 
 
 def worth_trying(tile: WarpgroupTile, target: Target, m: int, n_weight_rows: int, k: int) -> bool:
-    """Tell whether a tile could be the fastest: not mostly empty, and not one of very many."""
+    """Tell whether a tile could be the fastest: neither half empty nor one of very many."""
     turns = tile.count(m, n_weight_rows) * tile.split / target.sm_count
-    return tile.fits(target, k) and tile.block_m <= max(2 * m, 8) and turns <= _MOST_TURNS
+    half_empty = tile.block_m > 8 and tile.is_half_empty(m)
+    return tile.fits(target, k) and not half_empty and turns <= _MOST_TURNS
 
 
 def label(tile: tiles.Tile) -> str:
@@ -143,11 +147,6 @@ class Measured:
     def shape(self) -> tuple[int, int, int]:
         """What was multiplied."""
         return self.m, self.n_weight_rows, self.k
-
-    @property
-    def memory_bound(self) -> bool:
-        """Tell whether reading the weight is more than half of the time."""
-        return 2 * tiles.read_ns(self.n_weight_rows, self.k) > self.ns
 
 
 @dataclass
@@ -271,43 +270,45 @@ class Fit:
 
 
 def fit(measured: Sequence[Measured], target: Target) -> Fit:
-    """Fit overhead + blocks * block_ns + finishes * finish_ns to the rows, by least squares.
+    """Fit overhead + max(blocks * block_ns, reading) + finishes * finish_ns to the rows.
 
-    Relative errors count, and no time is negative. Rows that wait for memory are left out, and
-    those that took twice as long as the fastest of their shape. A tile has to have two rows whose
-    blocks and finishes are not in proportion.
+    By least squares of relative errors, no time negative. Rows that wait for memory tell nothing of
+    blocks, but of what comes after them; which these are follows from the times, round by round.
+    Rows that took twice as long as the fastest of their shape are left out.
     """
     fastest = _fastest(measured)
-    by_tile: dict[WarpgroupTile, list[tuple[int, int, float]]] = {}
-    for one in measured:
-        if not one.memory_bound and one.ns <= _SLOW * fastest[one.shape].ns:
-            blocks, finishes = one.tile.work(target, *one.shape)
-            by_tile.setdefault(one.tile, []).append((blocks, finishes, one.ns))
-    by_tile = {
-        tile: work
-        for tile, work in by_tile.items()
-        if len({blocks / finishes for blocks, finishes, _ in work}) > 1
-    }
-    if not by_tile:
-        return Fit(0.0, ())
-    rows = [
-        (2 * i, blocks / ns, finishes / ns, 1 / ns)
-        for i, work in enumerate(by_tile.values())
-        for blocks, finishes, ns in work
-    ]
-    matrix = np.zeros((len(rows), 2 * len(by_tile) + 1))
-    for row, (column, *terms) in zip(matrix, rows, strict=True):
-        row[column : column + 2], row[-1] = terms[:2], terms[2]
-    times = _positive_least_squares(matrix, np.ones(len(rows)))
-    errors = matrix @ times - 1
+    kept = [one for one in measured if one.ns <= _SLOW * fastest[one.shape].ns]
+    numbers = {tile: i for i, tile in enumerate(dict.fromkeys(one.tile for one in kept))}
+    at = np.array([numbers[one.tile] for one in kept], int)
+    work = np.array([one.tile.work(target, *one.shape) for one in kept], float).reshape(-1, 2)
+    read = np.array([tiles.read_ns(one.n_weight_rows, one.k) for one in kept], float)
+    ns = np.array([one.ns for one in kept])
+    rows = np.arange(len(kept))
+    units = np.array([*_USUAL_NS[:2] * len(numbers), _USUAL_NS[2]])
+    # No block takes longer than all of a row's time for each.
+    longest = np.full(len(numbers), np.inf)
+    np.minimum.at(longest, at, ns / work[:, 0])
+    waits = work[:, 0] * longest[at] < read
+    for _ in range(_ROUNDS):
+        matrix = np.zeros((len(kept), 2 * len(numbers) + 1))
+        matrix[rows, 2 * at] = np.where(waits, 0, work[:, 0])
+        matrix[rows, 2 * at + 1] = work[:, 1]
+        matrix[:, -1] = 1
+        matrix *= units / ns[:, None]
+        wanted = 1 - np.where(waits, read, 0) / ns
+        times = units * _positive_least_squares(matrix, wanted)
+        before, waits = waits, work[:, 0] * times[2 * at] < read
+        if (before == waits).all():
+            break
+    errors = matrix @ (times / units) - wanted
     found = []
-    at = 0
-    for i, (tile, work) in enumerate(by_tile.items()):
-        part = errors[at : at + len(work)]
-        at += len(work)
-        block_ns, finish_ns = (round(float(t)) for t in times[2 * i : 2 * i + 2])
-        fitted = replace(tile, block_ns=block_ns, finish_ns=finish_ns)
-        found.append(Fitted(fitted, len(work), math.sqrt(float(np.mean(part**2)))))
+    for tile, i in numbers.items():
+        own = at == i
+        block_ns, finish_ns = (round(float(time)) for time in times[2 * i : 2 * i + 2])
+        if block_ns:
+            fitted = replace(tile, block_ns=block_ns, finish_ns=finish_ns)
+            error = math.sqrt(float(np.mean(errors[own] ** 2)))
+            found.append(Fitted(fitted, int(own.sum()), error))
     return Fit(float(times[-1]), tuple(found))
 
 
@@ -337,13 +338,14 @@ def report(measured: Sequence[Measured], target: Target) -> str:
 
     Behind it, how far from the fastest tile the choice is by today's numbers and by the new ones.
     """
+    if len({one.k for one in measured}) < 2:
+        return "Too few rows to fit a table: give sizes of several k."
     made = fit(measured, target)
     fitted = {one.tile.template: one for one in made.tiles}
-    if not fitted:
-        return "Too few rows to fit: give shapes of several K that do not wait for memory."
     best = _fastest(measured)
     today = {tile.template: tile for tile in tiles.WARPGROUP_TILES}
     near = {one.tile.template: one.tile for one in measured if one.ns <= _NEAR * best[one.shape].ns}
+    seen = {one.tile.template for one in measured}
     lines, table = [], []
     for few, name in ((False, "_WARPGROUPS"), (True, "_WARPGROUPS_OF_FEW")):
         kept = {**near, **today}
@@ -353,9 +355,10 @@ def report(measured: Sequence[Measured], target: Target) -> str:
             if key in fitted:
                 one = fitted[key]
                 tile, why = one.tile, f"{one.rows} rows, {100 * one.error:.0f} % off"
-            elif key in today:
-                why = "not fitted: too few rows"
+            elif key not in seen:
+                why = "not measured"
             else:
+                lines.append(f"    # without {label(tile)}, which is slow")
                 continue
             table.append(tile)
             numbers = ", ".join(map(str, (*tile.template, tile.block_ns, tile.finish_ns)))

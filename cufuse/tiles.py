@@ -194,6 +194,10 @@ class WarpgroupTile:
         """Tell whether every CTA of a cluster has a part of K."""
         return -(-k // 64) >= self.split
 
+    def is_half_empty(self, m: int) -> bool:
+        """Tell whether a tile half as high would do."""
+        return self.block_m >= 2 * m
+
     def fits(self, target: Target, k: int) -> bool:
         """Tell whether it takes K and a CTA's shared memory holds it."""
         return self.takes(k) and self.shared_bytes(2) <= target.shared_bytes
@@ -421,9 +425,11 @@ def _fastest(
     shapes: tuple[WarpgroupTile, ...], target: Target, m: int, n_weight_rows: int, k: int
 ) -> WarpgroupTile | None:
     fitting = [tile for tile in shapes if tile.fits(target, k)]
-    if not fitting:
+    # Where reading the weights takes all of the time, half-empty tiles would seem as good.
+    full = [tile for tile in fitting if not tile.is_half_empty(m)] or fitting
+    if not full:
         return None
-    return min(fitting, key=lambda tile: tile.launch_ns(target, m, n_weight_rows, k))
+    return min(full, key=lambda tile: tile.launch_ns(target, m, n_weight_rows, k))
 
 
 def _cheapest(
