@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cufuse import checks, reference
+from cufuse import checks, device, reference
 from cufuse.device import Array
 from cufuse.ops import _matmul
 from cufuse.ops._stream import on_stream
@@ -21,6 +21,7 @@ def linear(
     activation: str = "none",
     residual: Array | None = None,
     norm: Norm | None = None,
+    pre: Array | None = None,
     out: Array | None = None,
     stream: Any = None,
 ) -> Array:
@@ -33,6 +34,7 @@ def linear(
     activation: none, relu, relu2, gelu (erf), gelu_tanh, silu or quick_gelu
     residual: [..., n]
     norm: an RMSNorm of x on the way in; for many rows (tiles.MAX_ROWS) a launch of its own
+    pre: [..., n], gets norm(x) w^T + b, which a backward pass asks for
     out: [..., n], may be residual
 
     Returns [..., n] in x's dtype; everything up to the one rounding happens in float32, and float32
@@ -52,6 +54,10 @@ def linear(
     _matmul.check_plain("linear", w)
     checks.option("linear", "activation", activation, _matmul.ACTIVATIONS)
     y = bound.output("out", out, (*bound.lead, bound.sizes["n"]), may_alias=("residual",))
+    if pre is not None:
+        pre = bound.output("pre", pre, y.shape)
+        if device.overlap(pre, y):
+            raise ValueError("linear: pre shares memory with out; give it memory of its own")
     if y.size == 0:
         return y
     if bound.kind == "numpy":
@@ -62,9 +68,10 @@ def linear(
             activation=activation,
             residual=bound["residual"],
             norm=_matmul.norm_tuple(bound, norm),
+            pre=pre,
         )
         return y
-    args = {name: bound[name] for name in ("b", "residual")}
+    args = {"b": bound["b"], "residual": bound["residual"], "pre": pre}
     template = (f"Act::{activation}",)
     if isinstance(w, Packed):
         file = "fused/packed_linear.cu"

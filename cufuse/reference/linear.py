@@ -63,9 +63,13 @@ def linear(
     activation: str = "none",
     residual: np.ndarray | None = None,
     norm: Any = None,
+    pre: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return act(norm(x) w^T + b) + residual, rounded once."""
-    y = _activate(_product(x, w, b, norm), activation)
+    """Return act(norm(x) w^T + b) + residual, rounded once; `pre` gets what act is applied to."""
+    before = _product(x, w, b, norm)
+    if pre is not None:
+        pre[...] = narrow(before, x)
+    y = _activate(before, activation)
     return narrow(y if residual is None else y + wide(residual), x)
 
 

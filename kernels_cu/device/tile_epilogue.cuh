@@ -6,7 +6,8 @@
 
 namespace cufuse {
 
-// y = act(sum + b) + residual, y and residual [rows, n]; null pointers as in linear_epilogue.
+// y = act(sum + b) + residual, y, residual and pre, which is sum + b, [rows, n]. Null pointers
+// leave b, residual and pre out.
 template <Act kAct, int kWide, typename T, template <typename> class Args>
 CUFUSE_DEVICE void store_linear(const Args<T>& args,
                                 int row,
@@ -14,13 +15,16 @@ CUFUSE_DEVICE void store_linear(const Args<T>& args,
                                 const float (&sums)[kWide]) {
   if (row >= args.rows || column >= args.n) return;
   const i64 at = static_cast<i64>(row) * args.n + column;
-  T result[kWide];
+  T before[kWide], result[kWide];
 #pragma unroll
   for (int j = 0; j < kWide; ++j) {
     if (column + j < args.n) {
-      result[j] = linear_epilogue<kAct>(sums[j], args.b, column + j, args.residual, at + j);
+      const float sum = add_bias(sums[j], args.b, column + j);
+      before[j] = from_float<T>(sum);
+      result[j] = linear_epilogue<kAct>(sum, args.residual, at + j);
     }
   }
+  if (args.pre) store_columns(args.pre + at, before, column, args.n);
   store_columns(args.y + at, result, column, args.n);
 }
 

@@ -1,7 +1,8 @@
-// y = act(norm(x) w^T + b) + residual. linear_rows takes a few rows: a warp sums whole weight rows
-// against x in shared memory, bounded by reading w once. linear_tiles takes many: tiles of x and w
-// in shared memory, multiplied on tensor cores (float32: FFMA); it has no norm, a launch of rmsnorm
-// goes before it. In both everything between the sum and the store happens in float32.
+// y = act(pre) + residual, pre = norm(x) w^T + b, which is stored too where that is asked for.
+// linear_rows takes a few rows: a warp sums whole weight rows against x in shared memory, bounded
+// by reading w once. linear_tiles takes many: tiles of x and w in shared memory, multiplied on
+// tensor cores (float32: FFMA); it has no norm, a launch of rmsnorm goes before it. In both
+// everything between the sum and the store happens in float32.
 // instantiate: linear_rows<bfloat16, Act::none, Rounding::cast_first, 1, 2, 4, 4, 4, 8>
 // instantiate: linear_rows<bfloat16, Act::gelu, Rounding::scale_first, 8, 2, 4, 4, 4, 8>
 // instantiate: linear_rows<half, Act::silu, Rounding::cast_first, 4, 2, 4, 4, 2, 1>
@@ -23,6 +24,7 @@ struct LinearRowsArgs {
   const T* residual;     // [rows, n]; may be null
   const T* norm_weight;  // [k]; null: x as it is
   T* y;                  // [rows, n]; may be residual
+  T* pre;                // [rows, n]; null: not asked for
   int rows;
   int n;
   int k;
@@ -61,7 +63,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResidentWarps<kM> / kWarps)
       const int column = slot * kOut + i % kOut;
       if (m >= rows || column >= n) continue;
       const i64 at = static_cast<i64>(first + m) * n + column;
-      args.y[at] = linear_epilogue<kAct>(sums(i % kOut, m), args.b, column, args.residual, at);
+      store_linear<kAct>(args, at, column, sums(i % kOut, m));
     }
   };
   matvec<Shape>((n + kOut - 1) / kOut, k, x, partial, row, fill, finish);
@@ -74,6 +76,7 @@ struct LinearTilesArgs {
   const T* b;         // [n]; may be null
   const T* residual;  // [rows, n]; may be null
   T* y;               // [rows, n]; may be residual
+  T* pre;             // [rows, n]; null: not asked for
   int rows;
   int n;
   int k;

@@ -1,6 +1,7 @@
-// y = act(norm(x) w^T + b) + residual, w packed (device/packed.cuh): what fused/linear.cu does with
-// rows. packed_linear_rows takes a few rows of x, bounded by reading w once; packed_linear_tiles
-// many, on tensor cores (float32: FFMA), and has no norm: a launch of rmsnorm goes before it.
+// y = act(pre) + residual, pre = norm(x) w^T + b, w packed (device/packed.cuh): what fused/linear.cu
+// does with rows. packed_linear_rows takes a few rows of x, bounded by reading w once;
+// packed_linear_tiles many, on tensor cores (float32: FFMA), and has no norm: a launch of rmsnorm
+// goes before it.
 // instantiate: packed_linear_rows<bfloat16, Act::none, Rounding::cast_first, 1, 8, 4, 8>
 // instantiate: packed_linear_rows<bfloat16, Act::gelu, Rounding::scale_first, 8, 8, 4, 8>
 // instantiate: packed_linear_rows<half, Act::silu, Rounding::cast_first, 4, 8, 4, 1>
@@ -24,6 +25,7 @@ struct PackedLinearRowsArgs {
   const T* residual;     // [rows, n]; may be null
   const T* norm_weight;  // [k]; null: x as it is
   T* y;                  // [rows, n]; may be residual
+  T* pre;                // [rows, n]; null: not asked for
   int rows;
   int n;
   int k;
@@ -51,7 +53,7 @@ __global__ void __launch_bounds__(kWarps * 32, 16 / kWarps)
       const int column = panel * kPanelRows + row;
       if (m >= rows || column >= n) continue;
       const i64 at = static_cast<i64>(first + m) * n + column;
-      args.y[at] = linear_epilogue<kAct>(sums(row, m), args.b, column, args.residual, at);
+      store_linear<kAct>(args, at, column, sums(row, m));
     }
   };
   packed_rows<Shape>(args.w, Packing<T>::panels(n), k, reinterpret_cast<const uint4*>(x), partial,
@@ -65,6 +67,7 @@ struct PackedLinearTilesArgs {
   const T* b;         // [n]; may be null
   const T* residual;  // [rows, n]; may be null
   T* y;               // [rows, n]; may be residual
+  T* pre;             // [rows, n]; null: not asked for
   int rows;
   int n;
   int k;
