@@ -141,9 +141,9 @@ def test_gates_of_every_kind(by_warpgroups, rng, packed, dtype, options):
 @pytest.mark.parametrize("tile", [name for name in TILES if name not in ("teams", "single")])
 @pytest.mark.cpu_kernels
 def test_tiles_of_every_kind_match_float64(by_warpgroups, rng, tile, packed):
-    by_warpgroups(tile, ctas=2)
-    check_linear(rng, 150, 264, 328, bfloat16, packed=packed, activation="silu")
-    check_gated(rng, 70, 72, 328, bfloat16, packed=packed)
+    rows = by_warpgroups(tile, ctas=2).block_m
+    check_linear(rng, min(3 * rows - 2, 150), 264, 328, bfloat16, packed=packed, activation="silu")
+    check_gated(rng, min(2 * rows - 2, 70), 72, 328, bfloat16, packed=packed)
 
 
 @LAYOUT
@@ -225,7 +225,7 @@ def test_rows_that_copies_cannot_reach_go_to_warps(by_warpgroups, rng):
 @pytest.mark.cpu_kernels
 def test_packed_and_row_major_weights_give_the_same_bits(by_warpgroups, rng):
     by_warpgroups("split of two")
-    a = {name: device.twin(v) for name, v in inputs(rng, 70, 136, 328, bfloat16).items()}
+    a = {name: device.twin(v) for name, v in inputs(rng, 40, 136, 264, bfloat16).items()}
     assert (ops.linear(a["x"], a["w"]) == ops.linear(a["x"], pack(a["w"]))).all()
     gated = ops.gated_linear(a["x"], a["w"], a["up"])
     assert (gated == ops.gated_linear(a["x"], pack(a["w"], up=a["up"]))).all()
