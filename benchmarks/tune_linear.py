@@ -86,6 +86,7 @@ def time_variant(
                 "w": weights[i],
                 "b": None,
                 "residual": None,
+                "pre": None,
                 "norm_weight": None,
                 "y": y,
                 "rows": m,

@@ -12,6 +12,7 @@ from conftest import DTYPES, assert_close, poisoned, to_numpy
 
 from cufuse import device, jit, ops, reference, tiles
 from cufuse.ops.rmsnorm import Norm
+from cufuse.pack import pack
 
 bfloat16 = ml_dtypes.bfloat16
 ACTIVATIONS = ("none", "relu", "relu2", "gelu", "gelu_tanh", "silu", "quick_gelu")
@@ -362,3 +363,63 @@ def test_large_linear(rng, dtype, m, n, k):
     rows = np.unique(rng.integers(0, m, 16))
     x, _ = reference.rmsnorm(x[rows], weight, eps=1e-5, rounding="scale_first")
     assert_close(got[rows], reference.linear(*double(x, w), activation="gelu"), dtype)
+
+
+# ---- what the activation is applied to
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("m, n, k", [(1, 33, 520), (3, 13, 130), (9, 40, 72), (70, 131, 67)])
+def test_pre_matches_float64_and_changes_no_bit(to, rng, dtype, m, n, k, packed):
+    x, w = inputs(rng, m, n, k, dtype)
+    b, residual = rng.standard_normal(n).astype(dtype), rng.standard_normal((m, n)).astype(dtype)
+    arguments = to(x), pack(to(w)) if packed else to(w), to(b)
+    options = {"activation": "gelu", "residual": to(residual)}
+    pre, out = poisoned((m, n), dtype, to), poisoned((m, n), dtype, to)
+    with jit.record() as made:
+        got = ops.linear(*arguments, **options, pre=pre, out=out)
+    assert got is out and len(made.launches) <= 1
+    assert_close(pre, reference.linear(*double(x, w, b)), dtype)
+    without = to_numpy(ops.linear(*arguments, **options))
+    np.testing.assert_array_equal(to_numpy(got), without)
+
+
+def test_pre_is_behind_the_norm_and_before_the_residual(to, rng):
+    x, w = inputs(rng, 2, 9, 264, bfloat16)
+    weight, residual = rng.uniform(0.5, 1.5, 264), rng.standard_normal((2, 9))
+    weight, residual = weight.astype(bfloat16), residual.astype(bfloat16)
+    pre, y = poisoned((2, 9), bfloat16, to), to(residual.copy())
+    norm = Norm(to(weight), 1e-5, "cast_first")
+    ops.linear(to(x), to(w), activation="silu", residual=y, norm=norm, pre=pre, out=y)
+    rounded, _ = reference.rmsnorm(x, weight, eps=1e-5, rounding="cast_first")
+    assert_close(pre, reference.linear(*double(rounded, w)), bfloat16, 1.5)
+    wanted = reference.linear(*double(rounded, w), activation="silu", residual=double(residual)[0])
+    assert_close(y, wanted, bfloat16, 1.5)
+
+
+def test_pre_of_no_activation_is_the_output(to, rng):
+    x, w = inputs(rng, 5, 21, 40, np.float16)
+    pre = poisoned((5, 21), np.float16, to)
+    y = ops.linear(to(x), to(w), pre=pre)
+    np.testing.assert_array_equal(to_numpy(pre), to_numpy(y))
+
+
+def test_pre_is_checked_as_an_output(to, rng):
+    x, w = (to(a) for a in inputs(rng, 4, 16, 16, np.float32))
+    room = to(np.zeros((8, 16), np.float32))
+    for pre, out, match in [
+        (x, None, "pre shares memory with x"),
+        (w[:4], None, "pre shares memory with w"),
+        (room[:4], room[2:6], "pre shares memory with out; give it memory of its own"),
+        (room[:4], room[:4], "pre shares memory with out"),
+        (room, None, r"pre is \[8, 16\], wanted \[4, 16\]"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            ops.linear(x, w, pre=pre, out=out)
+    with pytest.raises(ValueError, match="pre shares memory with residual"):
+        ops.linear(x, w, residual=room[:4], pre=room[:4])
+    with pytest.raises(TypeError, match="pre has dtype float16, wanted float32"):
+        ops.linear(x, w, pre=to(np.zeros((4, 16), np.float16)))
+    empty = ops.linear(x[:0], w, pre=room[:0])
+    assert empty.shape == (0, 16)

@@ -154,6 +154,61 @@ def test_a_product_alone(by_warpgroups, rng, tile, packed):
     check_linear(rng, 33, 72, 328, np.float16, plain=True, packed=packed)
 
 
+def check_pre(rng, m, n, k, dtype, *, packed=False, residual=False, to=device.twin, out_at=0):
+    """Compare both results with float64, and y with what comes without pre."""
+    a = inputs(rng, m, n, k, dtype)
+    there = {name: to(array) for name, array in a.items()}
+    w = pack(there["w"]) if packed else there["w"]
+    options = {"activation": "silu", "residual": there["residual"] if residual else None}
+    room = poisoned((m * n + out_at,), dtype, to)
+    pre, out = room[out_at:].reshape(m, n), poisoned((m, n), dtype, to)
+    with jit.record() as made:
+        ops.linear(there["x"], w, there["b"], **options, pre=pre, out=out)
+    assert [launch.kernel for launch in made.launches] == ["linear_warpgroups"]
+    rows = np.unique([0, m // 2, m - 1, *rng.integers(0, m, 30)])
+    x, w64, b = double(a["x"][rows], a["w"], a["b"])
+    got = to_numpy(pre)
+    assert np.isfinite(got.astype(np.float32)).all()
+    assert_close(got[rows], reference.linear(x, w64, b), dtype)
+    without = to_numpy(ops.linear(there["x"], w, there["b"], **options))
+    np.testing.assert_array_equal(to_numpy(out), without)
+
+
+RESIDUAL = pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+
+
+@LAYOUT
+@RESIDUAL
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.cpu_kernels
+def test_pre_of_tiles_of_every_kind(by_warpgroups, rng, tile, residual, packed):
+    by_warpgroups(tile, ctas=2)
+    check_pre(rng, 150, 264, 328, bfloat16, packed=packed, residual=residual)
+
+
+@RESIDUAL
+@pytest.mark.cpu_kernels
+def test_pre_of_odd_bytes_goes_through_threads(by_warpgroups, rng, residual):
+    by_warpgroups("teams of slabs")
+    check_pre(rng, 150, 37, 328, np.float16, residual=residual)
+    check_pre(rng, 150, 136, 328, np.float16, residual=residual, out_at=1)
+
+
+@pytest.mark.cpu_kernels
+def test_no_order_of_copies_changes_pre(by_warpgroups, rng):
+    by_warpgroups("slabs", ctas=2)
+    a = {name: device.twin(v) for name, v in inputs(rng, 140, 300, 328, bfloat16).items()}
+    results = set()
+    for seed in range(4):
+        pre = poisoned((140, 300), bfloat16, device.twin)
+        with jit.twin_seed(seed):
+            y = ops.linear(
+                a["x"], a["w"], a["b"], activation="gelu", residual=a["residual"], pre=pre
+            )
+            results.add(y.tobytes() + pre.tobytes())
+    assert len(results) == 1
+
+
 @pytest.mark.cpu_kernels
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16], ids=["fp16", "bf16"])
 def test_gelu_of_any_sum(by_warpgroups, dtype):
@@ -342,6 +397,21 @@ def test_every_size_in_every_position(rng, place, size, packed):
     both = (pack(there["w"], up=there["up"]), None) if packed else (there["w"], there["up"])
     ops.gated_linear(there["x"], *both, out=out)
     assert_close(to_numpy(out)[rows], reference.gated_linear(x, w, up), bfloat16)
+
+
+@pytest.mark.gpu
+@LAYOUT
+@RESIDUAL
+@pytest.mark.parametrize("m, n, k", [(7, 33, 72), (130, 3420, 1032), (3420, 130, 520)])
+@pytest.mark.parametrize(
+    "tile", tiles.WARPGROUP_TILES, ids=lambda tile: "-".join(map(str, tile.template))
+)
+def test_pre_of_every_tile_on_the_gpu(on_gpu, rng, tile, m, n, k, residual, packed):
+    import cupy
+
+    with tiles.only(tile):
+        k = max(k, 64 * tile.split)
+        check_pre(rng, m, n, k, bfloat16, packed=packed, residual=residual, to=cupy.asarray)
 
 
 @pytest.mark.gpu

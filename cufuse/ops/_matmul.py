@@ -132,8 +132,8 @@ def _multiply_by_warpgroups(
     """Launch `{kernels}_warpgroups`; x and w are within the reach of tensor copies."""
     m, n, k = bound.rows, bound.sizes["n"], bound.sizes["k"]
     gated, itemsize = bound.op == "gated_linear", bound.dtype.itemsize
-    residual = args.get("residual")
-    by_tensor = tensor_map.fits(y) and (residual is None or tensor_map.fits(residual))
+    beside = {name: args[name] for name in ("residual", "pre") if name in args}
+    by_tensor = all(tensor_map.fits(a) for a in (y, *beside.values()) if a is not None)
     boxes = tile.box(tiles.WEIGHT_ROWS[bound.op])
     maps = {
         "x_map": tensor_map.rows(args["x"], tile.block_m),
@@ -150,12 +150,11 @@ def _multiply_by_warpgroups(
     if gated:
         maps.setdefault("up_map", tensor_map.NONE)
     else:
-        template = (*template, residual is not None)
-        maps["residual_map"] = (
-            tensor_map.rows(residual, *boxes)
-            if by_tensor and residual is not None
-            else tensor_map.NONE
-        )
+        template = (*template, *(a is not None for a in beside.values()))
+        for name, a in beside.items():
+            maps[f"{name}_map"] = (
+                tensor_map.rows(a, *boxes) if by_tensor and a is not None else tensor_map.NONE
+            )
     kernel = jit.kernel(
         f"fused/{bound.op}_sm90.cu",
         f"{kernels}_warpgroups",

@@ -85,13 +85,15 @@ struct WarpgroupMaps {
   const TensorMap& up;
   const TensorMap& y;
   const TensorMap& residual;
+  const TensorMap& pre;
 };
 
-// y and the residual for the threads, where there are no maps.
+// y, the residual and a second result for the threads, where there are no maps.
 template <typename T>
 struct WarpgroupOutput {
   T* y;               // [rows, n]
   const T* residual;  // [rows, n]
+  T* pre;             // [rows, n]
   int rows, n, k;
 };
 
@@ -388,17 +390,20 @@ CUFUSE_DEVICE void pass_exchange() {
   cluster_arrive();
 }
 
-// A warpgroup's boxes: results on their way to y, and residuals that come before them.
-template <typename Shape, typename T, bool kResidual, Stores kStores>
+// A warpgroup's boxes: results on their way to y, and residuals that come before them. With kPre
+// there is a second result.
+template <typename Shape, typename T, bool kResidual, bool kPre, Stores kStores>
 struct WarpgroupBoxes {
   static constexpr int kWords = Shape::kGated ? 1 : 2;  // of 8 rows of x, of a thread
   static constexpr int kStep = 4 / kWords;              // groups of 8 rows that an access takes
   static constexpr int kGroups = Shape::kBoxRows / 8;
   static constexpr int kChunks = Shape::kOwnRows / Shape::kBoxRows;
+  static constexpr bool kFetches = kResidual && kStores == Stores::tensor;
   const WarpgroupMaps& maps;
   const WarpgroupOutput<T>& out;
   int warpgroup;
   u32 used = 0;  // boxes so far
+  u32 held = 0;  // a bit a box: whether its residuals so far are odd in number
 
   CUFUSE_DEVICE unsigned char* box(u32 i) const {
     return dynamic_shared<unsigned char>() + Shape::kBoxesAt +
@@ -417,7 +422,7 @@ struct WarpgroupBoxes {
 
   // Before a tile's products: what its first box needs.
   CUFUSE_DEVICE void begin(int row, int column) const {
-    if constexpr (kResidual && kStores == Stores::tensor) {
+    if constexpr (kFetches && !kPre) {
       if (is_first()) fetch(used, row, column);
     }
   }
@@ -438,27 +443,16 @@ struct WarpgroupBoxes {
   // makes the words of two rows of x from four sums c.
   template <typename F>
   CUFUSE_DEVICE void store(const WarpgroupSums<Shape>& sums, int row, int column, F f) {
-#pragma unroll
-    for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const int at_row = row + chunk * Shape::kBoxRows;
-        const int at_column = column + slab * Shape::kSlabColumns;
-        take_box(at_row, at_column);
-        if constexpr (kResidual && kStores == Stores::tensor) {
-          const int next = slab * kChunks + chunk + 1;
-          if (is_first() && next < Shape::kSlabs * kChunks) {
-            fetch(used + 1, row + next % kChunks * Shape::kBoxRows,
-                  column + next / kChunks * Shape::kSlabColumns);
-          }
-          mbarrier_wait(WarpgroupRing<Shape>::there(warpgroup, used % Shape::kBoxes),
-                        used / Shape::kBoxes % 2);
-        }
-        fill_box(&sums.d[slab][0][chunk * Shape::kBoxRows / 2], slab, f);
-        give_box(at_row, at_column);
-        ++used;
-      }
+    if constexpr (kFetches && kPre) {
+      if (is_first()) fetch(used, row, column);
     }
+    store<kResidual>(maps.y, out.y, sums, row, column, f);
+  }
+
+  // The second result, before `store`: f has no residuals.
+  template <typename F>
+  CUFUSE_DEVICE void store_pre(const WarpgroupSums<Shape>& sums, int row, int column, F f) {
+    store<false>(maps.pre, out.pre, sums, row, column, f);
   }
 
   // Before the CTA ends: the copies have read its boxes; what they write lands without it.
@@ -469,20 +463,49 @@ struct WarpgroupBoxes {
   }
 
  private:
+  template <bool kHeld, typename F>
+  CUFUSE_DEVICE void store(
+      const TensorMap& map, T* to, const WarpgroupSums<Shape>& sums, int row, int column, F f) {
+#pragma unroll
+    for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const int at_row = row + chunk * Shape::kBoxRows;
+        const int at_column = column + slab * Shape::kSlabColumns;
+        take_box<kHeld>(at_row, at_column);
+        if constexpr (kHeld && kStores == Stores::tensor) {
+          const int next = slab * kChunks + chunk + 1;
+          if (is_first() && next < Shape::kSlabs * kChunks) {
+            fetch(used + 1, row + next % kChunks * Shape::kBoxRows,
+                  column + next / kChunks * Shape::kSlabColumns);
+          }
+          const u32 i = used % Shape::kBoxes;
+          mbarrier_wait(WarpgroupRing<Shape>::there(warpgroup, i), held >> i & 1);
+          held ^= 1u << i;
+        }
+        fill_box<kHeld>(&sums.d[slab][0][chunk * Shape::kBoxRows / 2], slab, f);
+        give_box(map, to, at_row, at_column);
+        ++used;
+      }
+    }
+  }
+
+  template <bool kHeld>
   CUFUSE_DEVICE void take_box(int row, int column) const {
     if constexpr (kStores == Stores::threads) {
-      if constexpr (kResidual) {
+      if constexpr (kHeld) {
         each(row, column, [&](i64 at, T& element) { element = out.residual[at]; });
         sync();
       }
-    } else if constexpr (!kResidual) {
+    } else if constexpr (!kHeld) {
       // The box was read by the copy before the last.
       if (is_first()) store_bulk_wait_read<Shape::kBoxes - 1>();
       sync();
     }
   }
 
-  template <typename F>
+  // With kHeld the box holds residuals.
+  template <bool kHeld, typename F>
   CUFUSE_DEVICE void fill_box(const float* sums, int slab, F f) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     // The line of 8 columns of y that this lane names to ldmatrix and stmatrix: its row, and where
@@ -497,7 +520,7 @@ struct WarpgroupBoxes {
       unsigned char* at =
           box(used) + swizzle<Shape::kBoxLineBytes>((line + j * 8) * Shape::kBoxLineBytes + place);
       u32 residuals[kAccess * kWords] = {}, results[kAccess * kWords];
-      if constexpr (kResidual) load_matrix_transposed(residuals, at);
+      if constexpr (kHeld) load_matrix_transposed(residuals, at);
 #pragma unroll
       for (int i = 0; i < kAccess; ++i) {
         f(&results[i * kWords], &residuals[i * kWords], slab, sums + (j + i) * 4);
@@ -506,28 +529,34 @@ struct WarpgroupBoxes {
     }
   }
 
-  CUFUSE_DEVICE void give_box(int row, int column) const {
+  CUFUSE_DEVICE void give_box(const TensorMap& map, T* to, int row, int column) const {
     if constexpr (kStores == Stores::tensor) {
       fence_proxy_async_shared();
       sync();
       if (is_first()) {
-        store_tensor(maps.y, box(used), column, row);
+        store_tensor(map, box(used), column, row);
         store_bulk_commit();
       }
     } else {
       sync();
-      each(row, column, [&](i64 at, T& element) { out.y[at] = element; });
+      each(row, column, [&](i64 at, T& element) { to[at] = element; });
     }
   }
 };
 
 // The kernel: bias(column) has what is added to the sums of a column, for a gate and its up or for
-// columns g and g + 8, read before the products; f(results, residuals, bias, c) finishes.
-template <typename Shape, typename T, bool kResidual, Stores kStores, typename B, typename F>
-CUFUSE_DEVICE void run_warpgroup_tiles(const WarpgroupMaps& maps,
-                                       const WarpgroupOutput<T>& out,
-                                       B bias,
-                                       F f) {
+// columns g and g + 8, read before the products; f(results, residuals, bias, c) finishes. With kPre
+// before(results, bias, c) makes a second result.
+template <typename Shape,
+          typename T,
+          bool kResidual,
+          bool kPre,
+          Stores kStores,
+          typename B,
+          typename F,
+          typename P>
+CUFUSE_DEVICE void run_warpgroup_tiles(
+    const WarpgroupMaps& maps, const WarpgroupOutput<T>& out, B bias, F f, P before) {
   using Ring = WarpgroupRing<Shape>;
   const int thread = static_cast<int>(threadIdx.x);
   const int warpgroup = uniform(thread / 128);
@@ -549,7 +578,7 @@ CUFUSE_DEVICE void run_warpgroup_tiles(const WarpgroupMaps& maps,
   } else {
     if constexpr (Shape::kMultipliers > 1) take_registers<Shape::kMany>();
     WarpgroupSums<Shape> sums;
-    WarpgroupBoxes<Shape, T, kResidual, kStores> boxes{maps, out, warpgroup};
+    WarpgroupBoxes<Shape, T, kResidual, kPre, kStores> boxes{maps, out, warpgroup};
     typename Ring::Cursor cursor;
     WarpgroupPlace tile;
     const int team = warpgroup / Shape::kTeam;
@@ -588,6 +617,18 @@ CUFUSE_DEVICE void run_warpgroup_tiles(const WarpgroupMaps& maps,
       });
       if constexpr (Shape::kSplit > 1) exchange_sums(sums);
       if (owns) {
+        if constexpr (kPre) {
+          boxes.store_pre(sums, row, column,
+                          [&](u32* results, const u32*, int slab, const float* c) {
+                            before(results, biases[slab], c);
+                          });
+          // A sum with its bias would be kept for y, and not all have a register.
+#pragma unroll
+          for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+            biases[slab][0] = __shfl_sync(kFullMask, biases[slab][0], thread % 32);
+            biases[slab][1] = __shfl_sync(kFullMask, biases[slab][1], thread % 32);
+          }
+        }
         boxes.store(sums, row, column,
                     [&](u32* results, const u32* residuals, int slab, const float* c) {
                       f(results, residuals, biases[slab], c);

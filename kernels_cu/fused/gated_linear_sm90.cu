@@ -45,9 +45,9 @@ __global__ void __launch_bounds__((kWarpgroups * kTeams + 1) * 128, 1)
 #if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = WarpgroupShape<kLayout, true, kBlockM, kBlockN, kWarpgroups, kStages, kGroupM,
                                kTeams, kSplit>;
-  const WarpgroupMaps maps{args.x_map, args.w_map, args.up_map, args.y_map, args.y_map};
-  const WarpgroupOutput<T> out{args.y, nullptr, args.rows, args.n, args.k};
-  run_warpgroup_tiles<Shape, T, false, kStores>(
+  const WarpgroupMaps maps{args.x_map, args.w_map, args.up_map, args.y_map, args.y_map, args.y_map};
+  const WarpgroupOutput<T> out{args.y, nullptr, nullptr, args.rows, args.n, args.k};
+  run_warpgroup_tiles<Shape, T, false, false, kStores>(
       maps, out,
       [&](float (&bias)[2], int column) {
         const bool inside = column < args.n;
@@ -62,7 +62,8 @@ __global__ void __launch_bounds__((kWarpgroups * kTeams + 1) * 128, 1)
                                                    args.alpha);
         }
         results[0] = pair_from_floats<T>(y[0], y[1]);
-      });
+      },
+      [](u32*, const float (&)[2], const float*) {});
 #endif
 }
 
