@@ -15,16 +15,18 @@ CUFUSE_DEVICE void store_linear(const Args<T>& args,
                                 const float (&sums)[kWide]) {
   if (row >= args.rows || column >= args.n) return;
   const i64 at = static_cast<i64>(row) * args.n + column;
-  T before[kWide], result[kWide];
+  float biased[kWide];
+  T result[kWide];
 #pragma unroll
   for (int j = 0; j < kWide; ++j) {
-    if (column + j < args.n) {
-      const float sum = add_bias(sums[j], args.b, column + j);
-      before[j] = from_float<T>(sum);
-      result[j] = linear_epilogue<kAct>(sum, args.residual, at + j);
-    }
+    biased[j] = column + j < args.n ? add_bias(sums[j], args.b, column + j) : 0.0f;
+    result[j] = from_float<T>(biased[j]);
   }
-  if (args.pre) store_columns(args.pre + at, before, column, args.n);
+  if (args.pre) store_columns(args.pre + at, result, column, args.n);
+#pragma unroll
+  for (int j = 0; j < kWide; ++j) {
+    if (column + j < args.n) result[j] = linear_epilogue<kAct>(biased[j], args.residual, at + j);
+  }
   store_columns(args.y + at, result, column, args.n);
 }
 
