@@ -1,7 +1,7 @@
-// y = act(pre) + residual, pre = norm(x) w^T + b, w packed (device/packed.cuh): what fused/linear.cu
-// does with rows. packed_linear_rows takes a few rows of x, bounded by reading w once;
-// packed_linear_tiles many, on tensor cores (float32: FFMA), and has no norm: a launch of rmsnorm
-// goes before it.
+// y = act(pre) + residual, pre = norm(x) w^T + b, w packed (device/packed.cuh): what
+// fused/linear.cu does with rows. packed_linear_rows takes a few rows of x, bounded by reading w
+// once; packed_linear_tiles many, on tensor cores (float32: FFMA), and has no norm: a launch of
+// rmsnorm goes before it.
 // instantiate: packed_linear_rows<bfloat16, Act::none, Rounding::cast_first, 1, 8, 4, 8>
 // instantiate: packed_linear_rows<bfloat16, Act::gelu, Rounding::scale_first, 8, 8, 4, 8>
 // instantiate: packed_linear_rows<half, Act::silu, Rounding::cast_first, 4, 8, 4, 1>
