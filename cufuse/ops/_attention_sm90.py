@@ -15,6 +15,7 @@ from cufuse.tiles import Target
 
 _BOX = 64  # rows and columns of a box of queries, columns of one of keys
 _SMALLEST_HEAD_DIM = 32
+_MOST = 1 << 29  # queries, keys, or positions of a window: sums of two are int32
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,14 @@ class AttentionTile:
 # For heads of up to so many columns.
 _TILES = {
     64: (
-        AttentionTile(3, 128, 2, 0, "fixed", "first", "early", 1400, 3000),
-        AttentionTile(2, 128, 2, 0, "fixed", "first", "early", 1150, 2000),
+        AttentionTile(3, 128, 2, 0, "fixed", "first", "early", 1240, 3800),
+        AttentionTile(2, 128, 2, 0, "fixed", "first", "early", 1090, 2400),
     ),
-    128: (AttentionTile(2, 128, 2, 0, "free", "first", "early", 1400, 2000),),
-    256: (AttentionTile(2, 64, 2, 0, "free", "first", "early", 1400, 2000),),
+    128: (
+        AttentionTile(3, 80, 2, 0, "fixed", "first", "early", 1220, 3500),
+        AttentionTile(2, 128, 2, 0, "free", "first", "early", 1450, 1900),
+    ),
+    256: (AttentionTile(2, 64, 2, 0, "fixed", "first", "early", 1450, 1900),),
 }
 
 
@@ -106,6 +110,8 @@ def by_heads(x: Array) -> Array:
 def attend(bound: Bound, args: dict[str, Any], stream: Any, size_bytes: int) -> bool:
     """Launch the kernel of warpgroups where there is one; tell whether that was done."""
     sizes, out = bound.sizes, args["out"]
+    if max(sizes["q_len"], sizes["kv_len"], args["window"]) > _MOST:
+        return False
     only_scaled = args["scale"] > 0 and not args["softcap"]
     target, heads = tiles.target_of(out), sizes["batch"] * sizes["n_heads"]
     tile = choose(

@@ -3,8 +3,7 @@
 // into two rings of blocks; the other warpgroups have logits, softmax and sums in registers, and
 // the products of a block with the queries are under way while the softmax of another is taken.
 //
-// A tile's blocks go from its last visible key to its first one. What a block has below the first
-// key is masked; no key behind the last one is read.
+// A tile's blocks go from its last visible key to its first one, and no key but those is read.
 #pragma once
 
 #include "device/attention.cuh"
@@ -117,18 +116,20 @@ template <typename Shape>
 struct QueryTile {
   int batch, head;
   int query;     // the first one; below 0 where the tile has rows before the queries
-  i64 position;  // of that
-  i64 length;    // of the sequence
+  int position;  // of that
+  int length;    // of the sequence, but not beyond kv_len
   KeySpan keys;
   int blocks;
 
-  // Where block i, from the end, begins. The last of several begins with the first key and has some
-  // keys again that the one before it had: no copy reaches below the first key.
-  CUFUSE_DEVICE int key_of(int block) const {
-    return block > 0 && block == blocks - 1 ? keys.first : end_of(block) - Shape::kKeys;
+  // Blocks count from the end. All but block 0 follow each other from the first key on; block 0
+  // ends with the last key and begins with some that block 1 has: no copy reaches beyond what is
+  // seen.
+  CUFUSE_DEVICE int own_key_of(int block) const {
+    return keys.first + (blocks - 1 - block) * Shape::kKeys;
   }
-  // Behind the keys that block i has alone.
-  CUFUSE_DEVICE int end_of(int block) const { return keys.last - block * Shape::kKeys; }
+  CUFUSE_DEVICE int key_of(int block) const {
+    return block == 0 ? keys.last - Shape::kKeys : own_key_of(block);
+  }
   // A block alone may reach below the first key, to values that nobody sees.
   CUFUSE_DEVICE int unseen() const {
     return blocks == 1 && keys.first > 0 ? max(Shape::kKeys - (keys.last - keys.first), 0) : 0;
@@ -173,30 +174,32 @@ struct QueryTiles {
     ++round;
     if (tile.batch != batch) {
       batch = tile.batch;
+      constexpr int kFar = 1 << 30;  // twice what there are of queries, keys and window
       start = same(args.start ? args.start[batch] : args.default_start);
-      length = same(args.lengths ? args.lengths[batch] : 0);
+      start = max(min(start, kFar), -kFar);
+      length = args.lengths  ? same(args.lengths[batch])
+               : args.causal ? start + args.q_len
+                             : args.kv_len;
+      length = max(min(length, args.kv_len), 0);
     }
-    tile.length = args.lengths  ? length
-                  : args.causal ? static_cast<i64>(start) + args.q_len
-                                : static_cast<i64>(args.kv_len);
-    tile.position = static_cast<i64>(start) + tile.query;
-    const int first = max(-tile.query, 0);
-    tile.keys.first = seen(args, tile, first).first;
-    tile.keys.last = end_for(args, tile, Shape::kQueries - 1);
+    tile.length = length;
+    tile.position = start + tile.query;
+    tile.keys.first = first_key(args, tile, max(-tile.query, 0));
+    tile.keys.last = end_key(args, tile, Shape::kQueries - 1);
     const int n_keys = max(tile.keys.last - tile.keys.first, 0);
     tile.blocks = (n_keys + Shape::kKeys - 1) / Shape::kKeys;
     return true;
   }
 
-  // What a row of the tile sees.
+  // What a row of the tile sees, as visible_keys has it; nothing where the first key is not before
+  // the end. Both grow with the row.
   template <typename Args>
-  static CUFUSE_DEVICE KeySpan seen(const Args& args, const QueryTile<Shape>& tile, int row) {
-    return visible_keys(tile.position + row, tile.length, args.kv_len, args.causal, args.window);
+  static CUFUSE_DEVICE int first_key(const Args& args, const QueryTile<Shape>& tile, int row) {
+    return args.window > 0 ? max(tile.position + row + 1 - args.window, 0) : 0;
   }
-  // Behind the last key of it, and of all rows before it: with a window it may see nothing itself.
   template <typename Args>
-  static CUFUSE_DEVICE int end_for(const Args& args, const QueryTile<Shape>& tile, int row) {
-    return visible_keys(tile.position + row, tile.length, args.kv_len, args.causal, 0).last;
+  static CUFUSE_DEVICE int end_key(const Args& args, const QueryTile<Shape>& tile, int row) {
+    return args.causal ? max(min(tile.length, tile.position + row + 1), 0) : tile.length;
   }
 };
 
@@ -474,6 +477,24 @@ CUFUSE_DEVICE void weigh_again_on_overflow(AttentionState<Shape>& state, float f
   state.total[1] += sum[1];
 }
 
+// Logits of keys that are not visible become -inf: seen(i)(j) tells whether row i sees the key of
+// column j, less the thread's first column.
+template <typename Shape, typename F>
+CUFUSE_DEVICE void mask_keys(AttentionState<Shape>& state, F seen) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const auto sees = seen(i);
+#pragma unroll
+    for (int n = 0; n < Shape::kKeys / 8; ++n) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float& v = state.logits[4 * n + 2 * i + j];
+        v = sees(n * 8 + j) ? v : minus_infinity();
+      }
+    }
+  }
+}
+
 // Values that nobody sees become zeros: by all warpgroups that multiply, before anyone reads them.
 template <typename Shape>
 CUFUSE_DEVICE void clear_values(unsigned char* values, int rows) {
@@ -601,17 +622,16 @@ struct AttentionWarpgroup {
     if (!tiles.take(args, share.tile, uniform)) return false;
     share.queries = query_cursor;
     query_cursor.template advance<1>();
-    // The first row sees the fewest keys up to the last one, the last row from the first one on.
     const QueryTile<Shape>& tile = share.tile;
-    const int row = warpgroup * 64, first_row = max(row, -tile.query);
-    const KeySpan low = Tiles::seen(args, tile, first_row),
-                  high = Tiles::seen(args, tile, row + 63);
-    const int last = Tiles::end_for(args, tile, row + 63);
-    share.begin = (tile.keys.last - last) / Shape::kKeys;
-    share.end = (tile.keys.last - low.first + Shape::kKeys - 1) / Shape::kKeys;
-    if (first_row >= row + 64 || last <= low.first) share.begin = share.end = tile.blocks;
-    share.seen_first = high.first;
-    share.seen_last = low.last;
+    const int first_row = max(warpgroup * 64, -tile.query), last_row = warpgroup * 64 + 63;
+    const int first = Tiles::first_key(args, tile, first_row);
+    const int last = Tiles::end_key(args, tile, last_row);
+    const int own = tile.own_key_of(0);
+    share.begin = last > own ? 0 : (own - last) / Shape::kKeys + 1;
+    share.end = (max(own - first, 0) + Shape::kKeys - 1) / Shape::kKeys + 1;
+    if (first_row > last_row || last <= first) share.begin = share.end = tile.blocks;
+    share.seen_first = Tiles::first_key(args, tile, last_row);
+    share.seen_last = Tiles::end_key(args, tile, first_row);
     return true;
   }
 
@@ -651,32 +671,29 @@ struct AttentionWarpgroup {
     if (share.begin < share.end) multiply_first(state, share, [] {});
   }
 
-  // Logits of keys that a row does not see become -inf. Only blocks at the edges of what is visible
-  // look at each key; returns whether this one is.
+  // Logits of keys that a row does not see, and of those that another block has, become -inf. Only
+  // blocks at the edges of what is visible look at each key; returns whether this one is.
   CUFUSE_DEVICE bool mask(State& state, const Share& share, int block) const {
     const QueryTile<Shape>& tile = share.tile;
-    const int key = tile.key_of(block), end_key = tile.end_of(block);
-    if (key >= share.seen_first && key + Shape::kKeys <= min(share.seen_last, end_key)) {
-      return false;
-    }
+    const int key = tile.key_of(block), own = tile.own_key_of(block);
+    const bool first_edge = max(own, share.seen_first) > key;
+    const bool last_edge = share.seen_last < key + Shape::kKeys;
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int row = warpgroup * 64 + static_cast<int>(threadIdx.x % 128 / 32) * 16 + lane / 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const KeySpan span = Tiles::seen(args, tile, row + i * 8);
-      const int from = span.first - key - lane % 4 * 2;
-      const int to = min(span.last, end_key) - key - lane % 4 * 2;
-#pragma unroll
-      for (int n = 0; n < Shape::kKeys / 8; ++n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const bool visible = n * 8 + j >= from && n * 8 + j < to;
-          float& v = state.logits[4 * n + 2 * i + j];
-          v = visible ? v : minus_infinity();
-        }
-      }
+    const int column = key + lane % 4 * 2;
+    if (first_edge) {
+      mask_keys<Shape>(state, [&](int i) {
+        const int first = max(own, Tiles::first_key(args, tile, row + i * 8)) - column;
+        return [=](int j) { return j >= first; };
+      });
     }
-    return true;
+    if (last_edge) {
+      mask_keys<Shape>(state, [&](int i) {
+        const int last = Tiles::end_key(args, tile, row + i * 8) - column;
+        return [=](int j) { return j < last; };
+      });
+    }
+    return first_edge || last_edge;
   }
 
   // All that comes after `start`, up to sums, tops and totals.
