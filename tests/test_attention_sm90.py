@@ -14,8 +14,8 @@ from cufuse.ops import _attention_sm90
 from cufuse.ops._attention_sm90 import AttentionTile
 
 KERNEL = "attention_warpgroups"
-FREE = AttentionTile(2, 64, 2, 0, "free", "first", "early", 1000, 1000)
-TURNS = AttentionTile(3, 64, 2, 2, "fixed", "all", "early", 1000, 1000)
+FREE = AttentionTile(2, 64, 2, 0, "threads", "free", 1000, 1000)
+TURNS = AttentionTile(3, 64, 2, 2, "tensor", "fixed", 1000, 1000)
 
 
 @pytest.fixture
@@ -184,14 +184,8 @@ def test_every_tile_fits_and_spills_nothing(head_dim):
     for tile in _attention_sm90._TILES[next(n for n in _attention_sm90._TILES if head_dim <= n)]:
         assert tile.shared_bytes(head_dim) <= 227 * 1024
         for logits in ("scaled", "any") if tile.warpgroups == 2 else ("scaled",):
-            template = (
-                head_dim,
-                *tile.template,
-                f"Logits::{logits}",
-                f"Turns::{tile.turns}",
-                f"Maxima::{tile.maxima}",
-                f"Opening::{tile.opening}",
-            )
+            choices = (f"Totals::{tile.totals_of(head_dim)}", f"Logits::{logits}")
+            template = (head_dim, *tile.template, *choices, f"Turns::{tile.turns}")
             made = jit.kernel("fused/attention_sm90.cu", KERNEL, np.dtype(bfloat16), *template)
             compiled = jit.compile_offline(made, "90a")
             assert compiled.spill_bytes == 0 and not compiled.remarks

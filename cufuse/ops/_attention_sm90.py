@@ -26,9 +26,8 @@ class AttentionTile:
     keys: int
     stages: int  # of keys, and of values
     polynomial: int  # of 8 powers that are not the special function unit's
+    totals: str  # "threads" or, for 64 columns, "tensor"
     turns: str  # "free" or "fixed"
-    maxima: str  # "all" or "first"
-    opening: str  # "late" or "early"
     block_ns: float  # what a block of keys takes
     tile_ns: float  # and a tile besides
 
@@ -42,11 +41,16 @@ class AttentionTile:
         """The kernel's template values behind the head's size."""
         return (self.warpgroups, self.keys, self.stages, self.polynomial)
 
+    def totals_of(self, head_dim: int) -> str:
+        """Who adds up a row's weights: a column of ones has to be the next of a box."""
+        return self.totals if -(-head_dim // 16) * 16 == _BOX else "threads"
+
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory, as AttentionShape::kSharedBytes has it."""
         boxes = -(-head_dim // _BOX)
         queries = self.queries * boxes * 128
         ring = 2 * self.stages * self.keys * boxes * 128
+        ring += self.keys * 128 if self.totals_of(head_dim) == "tensor" else 0
         query_stages = 2 if 2 * queries + ring + 1024 <= 227 * 1024 else 1
         barriers = 4 * self.stages + 2 * query_stages * self.warpgroups
         return query_stages * queries + ring + barriers * 8
@@ -65,14 +69,14 @@ class AttentionTile:
 # For heads of up to so many columns.
 _TILES = {
     64: (
-        AttentionTile(3, 128, 2, 0, "fixed", "first", "early", 1240, 3800),
-        AttentionTile(2, 128, 2, 0, "fixed", "first", "early", 1090, 2400),
+        AttentionTile(3, 128, 2, 0, "tensor", "fixed", 1240, 3800),
+        AttentionTile(2, 128, 2, 0, "tensor", "fixed", 1090, 2400),
     ),
     128: (
-        AttentionTile(3, 80, 2, 0, "fixed", "first", "early", 1220, 3500),
-        AttentionTile(2, 128, 2, 0, "free", "first", "early", 1450, 1900),
+        AttentionTile(3, 80, 2, 0, "threads", "fixed", 1220, 3500),
+        AttentionTile(2, 128, 2, 0, "threads", "free", 1450, 1900),
     ),
-    256: (AttentionTile(2, 64, 2, 0, "fixed", "first", "early", 1450, 1900),),
+    256: (AttentionTile(2, 64, 2, 0, "threads", "fixed", 1450, 1900),),
 }
 
 
@@ -138,10 +142,9 @@ def attend(bound: Bound, args: dict[str, Any], stream: Any, size_bytes: int) -> 
         bound.dtype,
         sizes["head_dim"],
         *tile.template,
+        f"Totals::{tile.totals_of(sizes['head_dim'])}",
         f"Logits::{'scaled' if only_scaled else 'any'}",
         f"Turns::{tile.turns}",
-        f"Maxima::{tile.maxima}",
-        f"Opening::{tile.opening}",
     ).launch(
         min(heads * -(-sizes["q_len"] // tile.queries), target.sm_count),
         (tile.warpgroups + 1) * 128,

@@ -11,14 +11,24 @@
 
 namespace cufuse {
 
+// Who adds up the weights of a row: the threads, or the tensor cores by a column of ones beside the
+// values.
+enum class Totals { threads, tensor };
+
 // kPolynomial of 8 powers are sums and products, the others the special function unit's, which has
 // as much to do as the tensor cores where heads are small.
-template <int kHeadDim_, int kWarpgroups_, int kKeys_, int kStages_, int kPolynomial_>
+template <int kHeadDim_,
+          int kWarpgroups_,
+          int kKeys_,
+          int kStages_,
+          int kPolynomial_,
+          Totals kTotals_>
 struct AttentionShape {
   static constexpr int kHeadDim = kHeadDim_, kWarpgroups = kWarpgroups_;
   static constexpr int kKeys = kKeys_, kStages = kStages_, kPolynomial = kPolynomial_;
   static constexpr int kQueries = kWarpgroups * 64;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
+  static constexpr Totals kTotals = kTotals_;
   static constexpr int kDim = (kHeadDim + 15) / 16 * 16;  // columns beyond head_dim are zeros
   // Rows lie in boxes of 64 columns: 128 bytes.
   static constexpr int kBoxes = (kDim + 63) / 64;
@@ -28,10 +38,15 @@ struct AttentionShape {
   static constexpr int kTileBytes = kWarpgroups * kQueryBytes;
   // The next tile's queries are copied ahead where there is room.
   static constexpr int kRingBytes = 2 * kStages * kBlockBytes;
-  static constexpr int kQueryStages = 2 * kTileBytes + kRingBytes + 1024 <= 227 * 1024 ? 2 : 1;
+  static constexpr int kOnesBytes = kTotals == Totals::tensor ? kKeyBox : 0;
+  // The columns of the sums; the first behind the values' 64 is the total.
+  static constexpr int kSumColumns = kTotals == Totals::tensor ? 72 : kDim;
+  static constexpr int kQueryStages =
+      2 * kTileBytes + kRingBytes + kOnesBytes + 1024 <= 227 * 1024 ? 2 : 1;
   static constexpr int kKeysAt = kQueryStages * kTileBytes;
   static constexpr int kValuesAt = kKeysAt + kStages * kBlockBytes;
-  static constexpr int kBarriersAt = kKeysAt + kRingBytes;
+  static constexpr int kOnesAt = kKeysAt + kRingBytes;
+  static constexpr int kBarriersAt = kOnesAt + kOnesBytes;
   static constexpr int kBarriers = 4 * kStages + 2 * kQueryStages * kWarpgroups;
   static constexpr int kSharedBytes = kBarriersAt + kBarriers * 8;
   // What 64 K registers leave: the warpgroup that copies needs few.
@@ -39,6 +54,7 @@ struct AttentionShape {
   static constexpr int kMany = kWarpgroups == 2 ? 240 : 160;
   static_assert(kHeadDim % 8 == 0, "rows are multiples of 16 bytes");
   static_assert(kKeys % 16 == 0 && kKeys <= 256, "a product sums over 16 keys");
+  static_assert(kTotals == Totals::threads || kDim == 64, "ones are the next box of columns");
   static_assert(kWarpgroups == 2 || kWarpgroups == 3, "registers are for two or three");
 };
 
@@ -47,12 +63,6 @@ enum class Logits { scaled, any };
 // Warpgroups issue their products when they can, or in turns: while one has the tensor cores, the
 // others take their softmax.
 enum class Turns { free, fixed };
-// Whose maximum is taken: each block's, or the first one's, and others' when weights overflow.
-enum class Maxima { all, first };
-// When a warpgroup starts with its next tile: behind the results of this one or, where it can,
-// before.
-enum class Opening { late, early };
-
 #if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // Where things lie in shared memory, and the barriers of the copies.
@@ -103,6 +113,19 @@ struct AttentionMemory {
       }
     }
     fence_mbarrier_init();
+  }
+
+  // By all threads, before a barrier of the CTA.
+  template <typename T>
+  static CUFUSE_DEVICE void fill_ones() {
+    if constexpr (Shape::kTotals == Totals::tensor) {
+      const u32 pair = pair_from_floats<T>(1.0f, 1.0f);
+      for (int i = static_cast<int>(threadIdx.x) * 16; i < Shape::kOnesBytes;
+           i += Shape::kThreads * 16) {
+        *reinterpret_cast<uint4*>(at(Shape::kOnesAt + i)) = uint4{pair, pair, pair, pair};
+      }
+      fence_proxy_async_shared();
+    }
   }
 
   // By each warp that has read.
@@ -302,13 +325,14 @@ template <typename Shape>
 struct AttentionState {
   float logits[Shape::kKeys / 2];
   u32 weights[Shape::kKeys / 16][4];  // the left operand of the product with the values
-  float sums[Shape::kDim / 2];
-  float top[2];    // what is subtracted from logits: at least their maximum less kSlack
-  float total[2];  // of this thread's columns
+  float sums[Shape::kSumColumns / 2];
+  float base[2];   // what is subtracted from logits
+  float total[2];  // of this thread's columns; unused for Totals::tensor
 };
 
-// A maximum that has grown by less leaves the sums as they are: weights stay below 2^kSlack.
-constexpr float kSlack = 8.0f;
+// A row's base is its largest logit when it was chosen, and so much. It stays until a weight is
+// more than 1: then the largest logit is higher than the base.
+constexpr float kAbove = 4.0f;
 constexpr float kLog2E = 1.4426950408889634f;
 
 // By a warpgroup: start the products of its queries with a block of keys.
@@ -329,7 +353,11 @@ CUFUSE_DEVICE void start_logits(AttentionState<Shape>& state,
 // And of its weights with a block of values.
 template <typename Shape, typename T>
 CUFUSE_DEVICE void start_sums(AttentionState<Shape>& state, const unsigned char* values) {
-  const u64 b = wgmma_descriptor<128>(values, Shape::kKeyBox, 1024);
+  const u32 next_box = Shape::kTotals == Totals::threads
+                           ? Shape::kKeyBox
+                           : shared_address(dynamic_shared<unsigned char>() + Shape::kOnesAt) -
+                                 shared_address(values);
+  const u64 b = wgmma_descriptor<128>(values, next_box, 1024);
 #pragma unroll
   for (int step = 0; step < Shape::kKeys / 16; ++step) {
     wgmma<T, Major::mn>(state.sums, state.weights[step], wgmma_advance(b, step * 2048), true);
@@ -360,11 +388,11 @@ CUFUSE_DEVICE void finish_logits(float (&logits)[kCount], const Args& args) {
   }
 }
 
-// Where a block's logits are higher than `top`, but for kSlack, that becomes their maximum. Returns
-// by what a row's sums and totals have to be multiplied, and whether anything of the warp has to.
+// Raise the bases of rows whose logits in this block are higher; sums and totals follow.
 template <typename Shape>
-CUFUSE_DEVICE bool raise_tops(AttentionState<Shape>& state, float factor, float (&rescale)[2]) {
-  bool grown = false;
+CUFUSE_DEVICE void raise_bases(AttentionState<Shape>& state, float factor) {
+  float rescale[2];
+  bool raised = false;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float even = state.logits[2 * i], odd = state.logits[2 * i + 1];
@@ -377,100 +405,66 @@ CUFUSE_DEVICE bool raise_tops(AttentionState<Shape>& state, float factor, float 
     top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
     top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2)) * factor;
     rescale[i] = 1.0f;
-    if (top > state.top[i] + kSlack) {
-      rescale[i] = exp2f(state.top[i] - top);
-      state.top[i] = top;
-      grown = true;
+    if (top > state.base[i]) {
+      rescale[i] = exp2f(state.base[i] - (top + kAbove));
+      state.base[i] = top + kAbove;
+      raised = true;
     }
     state.total[i] *= rescale[i];
   }
-  return __any_sync(kFullMask, grown);
+  if (!__any_sync(kFullMask, raised)) return;
+#pragma unroll
+  for (int i = 0; i < Shape::kSumColumns / 2; ++i) state.sums[i] *= rescale[i / 2 % 2];
 }
 
-template <typename Shape>
-CUFUSE_DEVICE void rescale_sums(AttentionState<Shape>& state, const float (&rescale)[2]) {
+// Weights from logits, rounded: the accumulators' order is that of a left operand. Adds a row's
+// weights in this thread up in `sum`, or ORs their bits.
+template <typename Shape, typename T>
+CUFUSE_DEVICE u32
+weigh(AttentionState<Shape>& state, float factor, const float (&shift)[2], float (&sum)[2]) {
+  sum[0] = sum[1] = 0.0f;
+  u32 bits = 0;
 #pragma unroll
-  for (int i = 0; i < Shape::kDim / 2; ++i) state.sums[i] *= rescale[i / 2 % 2];
-}
-
-// The weight of a logit; every 8 take turns.
-template <typename Shape>
-CUFUSE_DEVICE float weight_of(float logit, float factor, float shift, int turn) {
-  const float x = fmaf(logit, factor, -shift);
-  return turn % 8 < Shape::kPolynomial ? exp2_polynomial(x) : exp2f(x);
-}
-
-// Logits become their weights in place.
-template <typename Shape>
-CUFUSE_DEVICE void weigh_in_place(AttentionState<Shape>& state, float factor) {
+  for (int step = 0; step < Shape::kKeys / 16; ++step) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float shift = softmax_shift(state.top[i]);
-    float sum[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int n = 0; n < Shape::kKeys / 8; ++n) {
+    for (int i = 0; i < 4; ++i) {
+      float pair[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        float& v = state.logits[4 * n + 2 * i + j];
-        v = weight_of<Shape>(v, factor, shift, 2 * n + j);
-        sum[j] += v;
+        const float x = fmaf(state.logits[8 * step + 2 * i + j], factor, -shift[i % 2]);
+        const bool by_polynomial = (2 * (i / 2 + 2 * step) + j) % 8 < Shape::kPolynomial;
+        pair[j] = by_polynomial ? exp2_polynomial(x) : exp2f(x);
+      }
+      state.weights[step][i] = pair_from_floats<T>(pair[0], pair[1]);
+      if constexpr (Shape::kTotals == Totals::threads) {
+        sum[i % 2] += pair[0] + pair[1];
+      } else {
+        bits |= state.weights[step][i];
       }
     }
-    state.total[i] += sum[0] + sum[1];
   }
+  return bits;
 }
 
-// The weights, rounded: the accumulators' order is that of a left operand.
+// A block's weights from its logits. Those far above the base show in a row's sum or in their
+// highest bit, and so does a base of -inf: then bases are raised, and all is done again.
 template <typename Shape, typename T>
-CUFUSE_DEVICE void round_weights(AttentionState<Shape>& state) {
-#pragma unroll
-  for (int step = 0; step < Shape::kKeys / 16; ++step) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      state.weights[step][i] =
-          pair_from_floats<T>(state.logits[8 * step + 2 * i], state.logits[8 * step + 2 * i + 1]);
-    }
-  }
-}
-
-// Both at once, with the logits left as they are; `sum` is that of a row's weights in this thread.
-template <typename Shape, typename T>
-CUFUSE_DEVICE void weigh(AttentionState<Shape>& state,
-                         float factor,
-                         const float (&shift)[2],
-                         float (&sum)[2]) {
-  sum[0] = sum[1] = 0.0f;
-#pragma unroll
-  for (int step = 0; step < Shape::kKeys / 16; ++step) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* pair = &state.logits[8 * step + 2 * i];
-      const int turn = 2 * (i / 2 + 2 * step);
-      const float low = weight_of<Shape>(pair[0], factor, shift[i % 2], turn);
-      const float high = weight_of<Shape>(pair[1], factor, shift[i % 2], turn + 1);
-      sum[i % 2] += low + high;
-      state.weights[step][i] = pair_from_floats<T>(low, high);
-    }
-  }
-}
-
-// A block's weights from its logits, where only some blocks' maxima are taken. Higher logits than
-// those show in the sum, and so does a `top` of -inf: then all is done again.
-template <typename Shape, typename T>
-CUFUSE_DEVICE void weigh_again_on_overflow(AttentionState<Shape>& state, float factor, bool raise) {
-  constexpr float kMost = 8192.0f;  // below half's largest value
+CUFUSE_DEVICE void take_weights(AttentionState<Shape>& state, float factor, bool raise) {
+  constexpr float kMost = 8192.0f;        // below half's largest value
+  constexpr u32 kTwoOrMore = 0x40004000;  // the exponent's first bit, of both types
   float sum[2];
 #pragma unroll 1
   while (true) {
-    float shift[2] = {state.top[0], state.top[1]};
+    float shift[2] = {state.base[0], state.base[1]};
     if (raise) {
-      float rescale[2];
-      if (raise_tops(state, factor, rescale)) rescale_sums(state, rescale);
-      shift[0] = softmax_shift(state.top[0]);
-      shift[1] = softmax_shift(state.top[1]);
+      raise_bases(state, factor);
+      shift[0] = softmax_shift(state.base[0]);
+      shift[1] = softmax_shift(state.base[1]);
     }
-    weigh<Shape, T>(state, factor, shift, sum);
-    if (raise || !__any_sync(kFullMask, sum[0] > kMost || sum[1] > kMost)) break;
+    const u32 bits = weigh<Shape, T>(state, factor, shift, sum);
+    const bool over = Shape::kTotals == Totals::threads ? sum[0] > kMost || sum[1] > kMost
+                                                        : (bits & kTwoOrMore) != 0;
+    if (raise || !__any_sync(kFullMask, over)) break;
     raise = true;
   }
   state.total[0] += sum[0];
@@ -521,17 +515,22 @@ CUFUSE_DEVICE void store_attention(AttentionState<Shape>& state,
   float scale[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    float total = state.total[i];
-    total += __shfl_xor_sync(kFullMask, total, 1);
-    total += __shfl_xor_sync(kFullMask, total, 2);
+    float total;
+    if constexpr (Shape::kTotals == Totals::tensor) {
+      total = state.sums[32 + 2 * i];
+    } else {
+      total = state.total[i];
+      total += __shfl_xor_sync(kFullMask, total, 1);
+      total += __shfl_xor_sync(kFullMask, total, 2);
+    }
     float share = 1.0f;
     if (args.sinks) {
       const float sink = to_float(args.sinks[tile.head]) * kLog2E;
-      const float top = fmaxf(state.top[i], sink), shift = softmax_shift(top);
-      share = exp2f(state.top[i] - shift);
+      const float top = fmaxf(state.base[i], sink), shift = softmax_shift(top);
+      share = exp2f(state.base[i] - shift);
       total = fmaf(total, share, exp2f(sink - shift));
     }
-    scale[i] = state.top[i] == minus_infinity() ? 0.0f : share / total;
+    scale[i] = state.base[i] == minus_infinity() ? 0.0f : share / total;
   }
 
   // A warp's 16 rows go through shared memory, so that its lanes store whole rows.
@@ -574,7 +573,7 @@ struct QueryShare {
 };
 
 // What a warpgroup that multiplies keeps from tile to tile.
-template <typename Shape, typename T, Logits kLogits, Turns kTurns, Maxima kMaxima, typename Args>
+template <typename Shape, typename T, Logits kLogits, Turns kTurns, typename Args>
 struct AttentionWarpgroup {
   using Memory = AttentionMemory<Shape>;
   using Tiles = QueryTiles<Shape>;
@@ -699,25 +698,18 @@ struct AttentionWarpgroup {
   // All that comes after `start`, up to sums, tops and totals.
   CUFUSE_DEVICE void attend(State& state, const Share& share) {
 #pragma unroll
-    for (int i = 0; i < Shape::kDim / 2; ++i) state.sums[i] = 0.0f;
+    for (int i = 0; i < Shape::kSumColumns / 2; ++i) state.sums[i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      state.top[i] = minus_infinity();
+      state.base[i] = minus_infinity();
       state.total[i] = 0.0f;
     }
     if (share.begin < share.end) {
       const float factor = logit_factor<kLogits>(args);
       const unsigned char* queries = Memory::queries(share.queries, warpgroup);
-      float rescale[2];
       finish_logits<kLogits>(state.logits, args);
       mask(state, share, share.begin);
-      if constexpr (kMaxima == Maxima::all) {
-        raise_tops(state, factor, rescale);
-        weigh_in_place(state, factor);
-        round_weights<Shape, T>(state);
-      } else {
-        weigh_again_on_overflow<Shape, T>(state, factor, true);
-      }
+      take_weights<Shape, T>(state, factor, true);
 #pragma unroll 1
       for (int block = share.begin + 1; block < share.end; ++block) {
         turns.begin(warpgroup);
@@ -732,19 +724,9 @@ struct AttentionWarpgroup {
         release_keys();
         finish_logits<kLogits>(state.logits, args);
         const bool masked = mask(state, share, block);
-        if constexpr (kMaxima == Maxima::all) {
-          const bool grown = raise_tops(state, factor, rescale);
-          weigh_in_place(state, factor);
-          not_negative_by_now(state.total[0] + state.total[1]);  // the sums are on their way
-          wgmma_wait<0>(state.sums);
-          release_values();
-          if (grown) rescale_sums(state, rescale);
-          round_weights<Shape, T>(state);
-        } else {
-          wgmma_wait<0>(state.sums);
-          release_values();
-          weigh_again_on_overflow<Shape, T>(state, factor, masked);
-        }
+        wgmma_wait<0>(state.sums);
+        release_values();
+        take_weights<Shape, T>(state, factor, masked);
       }
       wait_for_values();
       wgmma_fence(state.weights, state.sums);
@@ -765,7 +747,6 @@ struct AttentionWarpgroup {
     Memory::release(Memory::queries_empty(share.queries.stage, warpgroup));
   }
 
-  template <Opening kOpening>
   CUFUSE_DEVICE void run() {
     State state;
     Share share, next;
@@ -774,7 +755,7 @@ struct AttentionWarpgroup {
     while (more) {
       attend(state, share);
       more = take(next);
-      if (kOpening == Opening::early && more && starts_early(next)) {
+      if (more && starts_early(next)) {
         approach(next);
         multiply_first(state, next, [&] { finish(state, share); });
       } else {

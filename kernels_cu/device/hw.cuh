@@ -948,14 +948,6 @@ CUFUSE_DEVICE void pin(T (&values)[kCount]) {
   for (int i = 0; i < kCount; ++i) pin(values[i]);
 }
 
-// What a value that is not negative is computed from is computed by here, before a wait that
-// follows: `pin` keeps the compiler from moving it, but not the assembler. What never happens, a
-// sleep of no time, depends on it.
-CUFUSE_DEVICE void not_negative_by_now(float v) {
-  asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p nanosleep.u32 0;}" ::"f"(v)
-               : "memory");
-}
-
 // Order what this thread did with registers before the products that come after; `registers` are
 // the accumulators, and fragments of a, that were written.
 template <typename... Registers>

@@ -2,14 +2,14 @@
 // fused/attention.cu has: wgmma multiplies while the softmax of another block is taken, and tensor
 // copies fill rings of keys and values (device/attention_warpgroups.cuh). Bounded by the tensor
 // cores and, where heads are small, by exp.
-// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 0, Logits::scaled, Turns::free, Maxima::first, Opening::early>
-// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 2, Logits::scaled, Turns::fixed, Maxima::all, Opening::early>
-// instantiate: attention_warpgroups<half, 64, 2, 128, 2, 0, Logits::any, Turns::free, Maxima::first, Opening::early>
-// instantiate: attention_warpgroups<bfloat16, 64, 2, 128, 2, 0, Logits::scaled, Turns::fixed, Maxima::all, Opening::early>
-// instantiate: attention_warpgroups<half, 96, 2, 128, 2, 0, Logits::any, Turns::fixed, Maxima::all, Opening::early>
-// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Logits::scaled, Turns::fixed, Maxima::all, Opening::early>
-// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Logits::any, Turns::free, Maxima::first, Opening::early>
-// instantiate: attention_warpgroups<bfloat16, 256, 2, 64, 2, 0, Logits::scaled, Turns::fixed, Maxima::all, Opening::early>
+// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 0, Totals::tensor, Logits::scaled, Turns::free>
+// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 2, Totals::threads, Logits::scaled, Turns::fixed>
+// instantiate: attention_warpgroups<half, 64, 2, 128, 2, 0, Totals::threads, Logits::any, Turns::free>
+// instantiate: attention_warpgroups<bfloat16, 64, 2, 128, 2, 0, Totals::threads, Logits::scaled, Turns::fixed>
+// instantiate: attention_warpgroups<half, 96, 2, 128, 2, 0, Totals::threads, Logits::any, Turns::fixed>
+// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Totals::threads, Logits::scaled, Turns::fixed>
+// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Totals::threads, Logits::any, Turns::free>
+// instantiate: attention_warpgroups<bfloat16, 256, 2, 64, 2, 0, Totals::threads, Logits::scaled, Turns::fixed>
 #include "device/attention_warpgroups.cuh"
 
 namespace cufuse {
@@ -45,14 +45,13 @@ template <typename T,
           int kKeys,
           int kStages,
           int kPolynomial,
+          Totals kTotals,
           Logits kLogits,
-          Turns kTurns,
-          Maxima kMaxima,
-          Opening kOpening>
+          Turns kTurns>
 __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
     attention_warpgroups(const __grid_constant__ AttentionWarpgroupsArgs<T> args) {
 #if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Shape = AttentionShape<kHeadDim, kWarpgroups, kKeys, kStages, kPolynomial>;
+  using Shape = AttentionShape<kHeadDim, kWarpgroups, kKeys, kStages, kPolynomial, kTotals>;
   using Memory = AttentionMemory<Shape>;
   const int thread = static_cast<int>(threadIdx.x);
   const int warpgroup = uniform(thread / 128);
@@ -62,6 +61,7 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
     prefetch_map(args.v_map);
     Memory::init();
   }
+  Memory::template fill_ones<T>();
   __syncthreads();
 
   if (warpgroup == kWarpgroups) {
@@ -69,9 +69,8 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
     if (thread == kWarpgroups * 128) copy_for_attention<Shape>(args);
   } else {
     take_registers<Shape::kMany>();
-    AttentionWarpgroup<Shape, T, kLogits, kTurns, kMaxima, AttentionWarpgroupsArgs<T>> work(
-        args, warpgroup);
-    work.template run<kOpening>();
+    AttentionWarpgroup<Shape, T, kLogits, kTurns, AttentionWarpgroupsArgs<T>> work(args, warpgroup);
+    work.run();
   }
 #endif
 }
