@@ -95,9 +95,10 @@ CUFUSE_DEVICE void round_pair<half>(float& a, float& b) {
 }
 template <>
 CUFUSE_DEVICE void round_pair<bfloat16>(float& a, float& b) {
-  const float2 rounded = __bfloat1622float2(__floats2bfloat162_rn(a, b));
-  a = rounded.x;
-  b = rounded.y;
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  const u32 word = *reinterpret_cast<const u32*>(&pair);
+  a = __uint_as_float(word << 16);
+  b = __uint_as_float(word & 0xffff0000u);
 }
 
 // The 8-bit types take the largest finite value for what is larger.
