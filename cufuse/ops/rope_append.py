@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cufuse import checks, jit, reference
+from cufuse import checks, jit, reference, tiles
 from cufuse.checks import Bound
 from cufuse.device import Array
 from cufuse.ops import _cache
@@ -14,8 +14,9 @@ from cufuse.ops._stream import on_stream
 from cufuse.ops.rmsnorm import ROUNDINGS
 from cufuse.ops.rope import check_pairs, head_width, pairing
 
-_THREADS = 256
-_HEADS_PER_CTA = _THREADS // 32
+_THREADS = {"none": 128, "head": 128, "full": 256}  # of a CTA
+_HEADS = {"none": (1, 2, 4), "head": (1, 2), "full": (1, 2, 4)}  # of a thread
+_BUSY_THREADS_PER_SM = 1024  # with fewer, more threads do better than more work for each
 
 
 def check_projection(
@@ -63,6 +64,29 @@ def _qk_norm(bound: Bound, n_heads: int) -> str:
     if spans:
         return spans.pop()
     return "none" if bound["q_norm"] is None and bound["k_norm"] is None else "head"
+
+
+def _lanes(head_dim: int, vec: int) -> int:
+    """Return the lanes that take a head, two vectors each: a power of two, at most a warp."""
+    slots = -(-head_dim // (2 * vec))
+    return min(32, 1 << (slots - 1).bit_length())
+
+
+def _cut(
+    rows: int, all_heads: int, lanes: int, norm: str, sm_count: int
+) -> tuple[int, tuple[int, ...]]:
+    """Return the heads of a thread and the grid."""
+
+    def threads(heads: int) -> int:  # of a row
+        return -(-all_heads // heads) * lanes
+
+    choices, cta = _HEADS[norm], _THREADS[norm]
+    if norm == "full":  # a CTA sums a row: as few CTAs a row as can be
+        heads = next((h for h in choices if threads(h) <= cta), choices[-1])
+        return heads, (rows, -(-threads(heads) // cta))
+    busy = sm_count * _BUSY_THREADS_PER_SM
+    heads = max((h for h in choices if rows * threads(h) >= busy), default=1)
+    return heads, (-(-rows * threads(heads) // cta),)
 
 
 @on_stream
@@ -138,7 +162,12 @@ def rope_append(
         return q
     vec = _cache.strided_width(head_dim, bound["qkv"].reshape(-1, head_dim), q, keys, values)
     if vec > 1:
-        vec = head_width(head_dim, n_pairs, interleaved, bound["qkv"], q)
+        given = (bound[name] for name in ("cos", "sin", "q_norm", "k_norm"))
+        vec = head_width(head_dim, n_pairs, interleaved, bound["qkv"], *given)
+    rows = batch * q_len
+    all_heads = n_heads + 2 * n_kv_heads
+    lanes = _lanes(head_dim, vec)
+    heads, grid = _cut(rows, all_heads, lanes, norm, tiles.target_of(q).sm_count)
     kernel = jit.kernel(
         "fused/rope_append.cu",
         "rope_append",
@@ -147,13 +176,14 @@ def rope_append(
         f"QkNorm::{norm}",
         f"Rounding::{qk_rounding if norm != 'none' else 'cast_first'}",
         vec,
+        lanes,
+        heads,
     )
-    rows = batch * q_len
     max_pos = 0 if cos is None else bound.sizes["max_pos"]
     norms = sum(w.nbytes for w in (bound["q_norm"], bound["k_norm"]) if w is not None)
     kernel.launch(
-        (rows, -(-(n_heads + 2 * n_kv_heads) // _HEADS_PER_CTA)),
-        _THREADS,
+        grid,
+        _THREADS[norm],
         {
             "qkv": bound["qkv"],
             "cos": bound["cos"],
@@ -166,6 +196,7 @@ def rope_append(
             "v_cache": values,
             **_cache.strides(keys, "k_batch_stride", "k_head_stride", "k_pos_stride"),
             **_cache.strides(values, "v_batch_stride", "v_head_stride", "v_pos_stride"),
+            "rows": rows,
             "q_len": q_len,
             "n_heads": n_heads,
             "n_kv_heads": n_kv_heads,

@@ -84,6 +84,23 @@ CUFUSE_DEVICE u32 pair_from_floats<bfloat16>(float low, float high) {
   return __bfloat16_as_ushort(pair.x) | static_cast<u32>(__bfloat16_as_ushort(pair.y)) << 16;
 }
 
+// Two values rounded to T, again by one instruction.
+template <typename T>
+CUFUSE_DEVICE void round_pair(float& a, float& b);
+template <>
+CUFUSE_DEVICE void round_pair<half>(float& a, float& b) {
+  const float2 rounded = __half22float2(__floats2half2_rn(a, b));
+  a = rounded.x;
+  b = rounded.y;
+}
+template <>
+CUFUSE_DEVICE void round_pair<bfloat16>(float& a, float& b) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  const u32 word = *reinterpret_cast<const u32*>(&pair);
+  a = __uint_as_float(word << 16);
+  b = __uint_as_float(word & 0xffff0000u);
+}
+
 // The 8-bit types take the largest finite value for what is larger.
 template <>
 CUFUSE_DEVICE e4m3 from_float<e4m3>(float v) {

@@ -24,6 +24,31 @@ CUFUSE_DEVICE T normalized(float x, float scale, float weight) {
   }
 }
 
+// float32 values rounded to T; types of 2 bytes two at a time, several times as fast as one by one.
+template <typename T, int kVec>
+CUFUSE_DEVICE void round_to(float (&values)[kVec]) {
+  if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {
+#pragma unroll
+    for (int j = 0; j < kVec; j += 2) round_pair<T>(values[j], values[j + 1]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) values[j] = to_float(from_float<T>(values[j]));
+  }
+}
+
+// `normalized` of kVec values in place.
+template <typename T, Rounding kRounding, int kVec>
+CUFUSE_DEVICE void normalize(float (&values)[kVec], float scale, const float (&weights)[kVec]) {
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) values[j] *= scale;
+  if constexpr (kRounding == Rounding::cast_first) round_to<T>(values);
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) {
+    values[j] *= kRounding == Rounding::one_plus ? 1.0f + weights[j] : weights[j];
+  }
+  round_to<T>(values);
+}
+
 // rsqrt(mean(x^2) + eps) of a row of n values, to every thread. Each thread sums every kThreads-th
 // group of kVec values; `partial` is block_sum's.
 template <int kThreads, int kVec, typename T>

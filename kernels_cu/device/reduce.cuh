@@ -5,11 +5,17 @@
 
 namespace cufuse {
 
-CUFUSE_DEVICE float warp_sum(float v) {
+// The sum over each kLanes neighbouring lanes, kLanes a power of two, given to each of them.
+template <int kLanes>
+CUFUSE_DEVICE float lanes_sum(float v) {
 #pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(kFullMask, v, offset);
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    v += __shfl_xor_sync(kFullMask, v, offset);
+  }
   return v;
 }
+
+CUFUSE_DEVICE float warp_sum(float v) { return lanes_sum<32>(v); }
 
 CUFUSE_DEVICE float warp_max(float v) {
 #pragma unroll

@@ -461,10 +461,10 @@ struct WarpgroupBoxes {
     }
   }
 
-  // Before the CTA ends: all is stored.
+  // Before the CTA ends: the copies have read its boxes; what they write lands without it.
   CUFUSE_DEVICE void end() const {
     if constexpr (kStores == Stores::tensor) {
-      if (is_first()) store_bulk_wait<0>();
+      if (is_first()) store_bulk_wait_read<0>();
     }
   }
 

@@ -299,6 +299,11 @@ template <typename T>
 u32 pair_from_floats(float low, float high) {
   return from_float<T>(low).bits | static_cast<u32>(from_float<T>(high).bits) << 16;
 }
+template <typename T>
+void round_pair(float& a, float& b) {
+  a = to_float(from_float<T>(a));
+  b = to_float(from_float<T>(b));
+}
 
 // ---- global memory
 
