@@ -1,7 +1,11 @@
 // Attention of many queries on sm_90a (Shah et al. 2024, FlashAttention-3): CTAs that stay walk
 // over tiles of 64 queries a warpgroup of one head. One thread copies queries, and keys and values
-// into two rings of blocks; the other warpgroups have logits, softmax and sums in registers, and
-// the products of a block with the queries are under way while the softmax of another is taken.
+// into two rings of blocks; the other warpgroups have logits, softmax and sums in registers. While
+// one takes its softmax, another has the tensor cores: it multiplies its queries with a block of
+// keys and the weights of the block before with its values.
+//
+// The softmax is what there is to save at: a row's largest logit is looked for in its first block
+// and where keys are masked; elsewhere only if a sum of weights shows that it was too small.
 //
 // A tile's blocks go from its last visible key to its first one, and no key but those is read.
 #pragma once
@@ -11,24 +15,12 @@
 
 namespace cufuse {
 
-// Who adds up the weights of a row: the threads, or the tensor cores by a column of ones beside the
-// values.
-enum class Totals { threads, tensor };
-
-// kPolynomial of 8 powers are sums and products, the others the special function unit's, which has
-// as much to do as the tensor cores where heads are small.
-template <int kHeadDim_,
-          int kWarpgroups_,
-          int kKeys_,
-          int kStages_,
-          int kPolynomial_,
-          Totals kTotals_>
+template <int kHeadDim_, int kWarpgroups_, int kKeys_, int kStages_>
 struct AttentionShape {
   static constexpr int kHeadDim = kHeadDim_, kWarpgroups = kWarpgroups_;
-  static constexpr int kKeys = kKeys_, kStages = kStages_, kPolynomial = kPolynomial_;
+  static constexpr int kKeys = kKeys_, kStages = kStages_;
   static constexpr int kQueries = kWarpgroups * 64;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
-  static constexpr Totals kTotals = kTotals_;
   static constexpr int kDim = (kHeadDim + 15) / 16 * 16;  // columns beyond head_dim are zeros
   // Rows lie in boxes of 64 columns: 128 bytes.
   static constexpr int kBoxes = (kDim + 63) / 64;
@@ -38,15 +30,10 @@ struct AttentionShape {
   static constexpr int kTileBytes = kWarpgroups * kQueryBytes;
   // The next tile's queries are copied ahead where there is room.
   static constexpr int kRingBytes = 2 * kStages * kBlockBytes;
-  static constexpr int kOnesBytes = kTotals == Totals::tensor ? kKeyBox : 0;
-  // The columns of the sums; the first behind the values' 64 is the total.
-  static constexpr int kSumColumns = kTotals == Totals::tensor ? 72 : kDim;
-  static constexpr int kQueryStages =
-      2 * kTileBytes + kRingBytes + kOnesBytes + 1024 <= 227 * 1024 ? 2 : 1;
+  static constexpr int kQueryStages = 2 * kTileBytes + kRingBytes + 1024 <= 227 * 1024 ? 2 : 1;
   static constexpr int kKeysAt = kQueryStages * kTileBytes;
   static constexpr int kValuesAt = kKeysAt + kStages * kBlockBytes;
-  static constexpr int kOnesAt = kKeysAt + kRingBytes;
-  static constexpr int kBarriersAt = kOnesAt + kOnesBytes;
+  static constexpr int kBarriersAt = kKeysAt + kRingBytes;
   static constexpr int kBarriers = 4 * kStages + 2 * kQueryStages * kWarpgroups;
   static constexpr int kSharedBytes = kBarriersAt + kBarriers * 8;
   // What 64 K registers leave: the warpgroup that copies needs few.
@@ -54,7 +41,6 @@ struct AttentionShape {
   static constexpr int kMany = kWarpgroups == 2 ? 240 : 160;
   static_assert(kHeadDim % 8 == 0, "rows are multiples of 16 bytes");
   static_assert(kKeys % 16 == 0 && kKeys <= 256, "a product sums over 16 keys");
-  static_assert(kTotals == Totals::threads || kDim == 64, "ones are the next box of columns");
   static_assert(kWarpgroups == 2 || kWarpgroups == 3, "registers are for two or three");
 };
 
@@ -63,6 +49,7 @@ enum class Logits { scaled, any };
 // Warpgroups issue their products when they can, or in turns: while one has the tensor cores, the
 // others take their softmax.
 enum class Turns { free, fixed };
+
 #if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // Where things lie in shared memory, and the barriers of the copies.
@@ -113,19 +100,6 @@ struct AttentionMemory {
       }
     }
     fence_mbarrier_init();
-  }
-
-  // By all threads, before a barrier of the CTA.
-  template <typename T>
-  static CUFUSE_DEVICE void fill_ones() {
-    if constexpr (Shape::kTotals == Totals::tensor) {
-      const u32 pair = pair_from_floats<T>(1.0f, 1.0f);
-      for (int i = static_cast<int>(threadIdx.x) * 16; i < Shape::kOnesBytes;
-           i += Shape::kThreads * 16) {
-        *reinterpret_cast<uint4*>(at(Shape::kOnesAt + i)) = uint4{pair, pair, pair, pair};
-      }
-      fence_proxy_async_shared();
-    }
   }
 
   // By each warp that has read.
@@ -306,28 +280,14 @@ struct AttentionTurns {
   }
 };
 
-// 2^x for x <= 8 to 13 bits, more than a probability keeps; what is below 2^-126 comes near it. The
-// nearest integer goes to the exponent, a polynomial of degree 3 takes the rest.
-CUFUSE_DEVICE float exp2_polynomial(float x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: sums have no fraction
-  x = fmaxf(x, -126.0f);
-  const float rounded = x + kRound;
-  const float f = x - (rounded - kRound);
-  float p = fmaf(f, 0.05517156f, 0.24261106f);
-  p = fmaf(p, f, 0.693261f);
-  p = fmaf(p, f, 0.99992808f);
-  return __int_as_float(__float_as_int(p) +
-                        static_cast<int>(static_cast<u32>(__float_as_int(rounded)) << 23));
-}
-
 // What a thread holds of a tile: two rows, `lane / 4` and 8 further on.
 template <typename Shape>
 struct AttentionState {
   float logits[Shape::kKeys / 2];
   u32 weights[Shape::kKeys / 16][4];  // the left operand of the product with the values
-  float sums[Shape::kSumColumns / 2];
+  float sums[Shape::kDim / 2];
   float base[2];   // what is subtracted from logits
-  float total[2];  // of this thread's columns; unused for Totals::tensor
+  float total[2];  // of this thread's columns
 };
 
 // A row's base is its largest logit when it was chosen, and so much. It stays until a weight is
@@ -353,11 +313,7 @@ CUFUSE_DEVICE void start_logits(AttentionState<Shape>& state,
 // And of its weights with a block of values.
 template <typename Shape, typename T>
 CUFUSE_DEVICE void start_sums(AttentionState<Shape>& state, const unsigned char* values) {
-  const u32 next_box = Shape::kTotals == Totals::threads
-                           ? Shape::kKeyBox
-                           : shared_address(dynamic_shared<unsigned char>() + Shape::kOnesAt) -
-                                 shared_address(values);
-  const u64 b = wgmma_descriptor<128>(values, next_box, 1024);
+  const u64 b = wgmma_descriptor<128>(values, Shape::kKeyBox, 1024);
 #pragma unroll
   for (int step = 0; step < Shape::kKeys / 16; ++step) {
     wgmma<T, Major::mn>(state.sums, state.weights[step], wgmma_advance(b, step * 2048), true);
@@ -414,44 +370,35 @@ CUFUSE_DEVICE void raise_bases(AttentionState<Shape>& state, float factor) {
   }
   if (!__any_sync(kFullMask, raised)) return;
 #pragma unroll
-  for (int i = 0; i < Shape::kSumColumns / 2; ++i) state.sums[i] *= rescale[i / 2 % 2];
+  for (int i = 0; i < Shape::kDim / 2; ++i) state.sums[i] *= rescale[i / 2 % 2];
 }
 
-// Weights from logits, rounded: the accumulators' order is that of a left operand. Adds a row's
-// weights in this thread up in `sum`, or ORs their bits.
+// Weights from logits, rounded: the accumulators' order is that of a left operand. `sum` is what a
+// row's weights in this thread add up to.
 template <typename Shape, typename T>
-CUFUSE_DEVICE u32
-weigh(AttentionState<Shape>& state, float factor, const float (&shift)[2], float (&sum)[2]) {
+CUFUSE_DEVICE void weigh(AttentionState<Shape>& state,
+                         float factor,
+                         const float (&shift)[2],
+                         float (&sum)[2]) {
   sum[0] = sum[1] = 0.0f;
-  u32 bits = 0;
 #pragma unroll
   for (int step = 0; step < Shape::kKeys / 16; ++step) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float pair[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float x = fmaf(state.logits[8 * step + 2 * i + j], factor, -shift[i % 2]);
-        const bool by_polynomial = (2 * (i / 2 + 2 * step) + j) % 8 < Shape::kPolynomial;
-        pair[j] = by_polynomial ? exp2_polynomial(x) : exp2f(x);
-      }
-      state.weights[step][i] = pair_from_floats<T>(pair[0], pair[1]);
-      if constexpr (Shape::kTotals == Totals::threads) {
-        sum[i % 2] += pair[0] + pair[1];
-      } else {
-        bits |= state.weights[step][i];
-      }
+      const float* pair = &state.logits[8 * step + 2 * i];
+      const float low = exp2f(fmaf(pair[0], factor, -shift[i % 2]));
+      const float high = exp2f(fmaf(pair[1], factor, -shift[i % 2]));
+      state.weights[step][i] = pair_from_floats<T>(low, high);
+      sum[i % 2] += low + high;
     }
   }
-  return bits;
 }
 
-// A block's weights from its logits. Those far above the base show in a row's sum or in their
-// highest bit, and so does a base of -inf: then bases are raised, and all is done again.
+// A block's weights from its logits. Those far above the base show in a row's sum, and so does a
+// base of -inf: then bases are raised, and all is done again.
 template <typename Shape, typename T>
 CUFUSE_DEVICE void take_weights(AttentionState<Shape>& state, float factor, bool raise) {
-  constexpr float kMost = 8192.0f;        // below half's largest value
-  constexpr u32 kTwoOrMore = 0x40004000;  // the exponent's first bit, of both types
+  constexpr float kMost = 8192.0f;  // below half's largest value
   float sum[2];
 #pragma unroll 1
   while (true) {
@@ -461,10 +408,8 @@ CUFUSE_DEVICE void take_weights(AttentionState<Shape>& state, float factor, bool
       shift[0] = softmax_shift(state.base[0]);
       shift[1] = softmax_shift(state.base[1]);
     }
-    const u32 bits = weigh<Shape, T>(state, factor, shift, sum);
-    const bool over = Shape::kTotals == Totals::threads ? sum[0] > kMost || sum[1] > kMost
-                                                        : (bits & kTwoOrMore) != 0;
-    if (raise || !__any_sync(kFullMask, over)) break;
+    weigh<Shape, T>(state, factor, shift, sum);
+    if (raise || !__any_sync(kFullMask, sum[0] > kMost || sum[1] > kMost)) break;
     raise = true;
   }
   state.total[0] += sum[0];
@@ -515,14 +460,9 @@ CUFUSE_DEVICE void store_attention(AttentionState<Shape>& state,
   float scale[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    float total;
-    if constexpr (Shape::kTotals == Totals::tensor) {
-      total = state.sums[32 + 2 * i];
-    } else {
-      total = state.total[i];
-      total += __shfl_xor_sync(kFullMask, total, 1);
-      total += __shfl_xor_sync(kFullMask, total, 2);
-    }
+    float total = state.total[i];
+    total += __shfl_xor_sync(kFullMask, total, 1);
+    total += __shfl_xor_sync(kFullMask, total, 2);
     float share = 1.0f;
     if (args.sinks) {
       const float sink = to_float(args.sinks[tile.head]) * kLog2E;
@@ -695,10 +635,10 @@ struct AttentionWarpgroup {
     return first_edge || last_edge;
   }
 
-  // All that comes after `start`, up to sums, tops and totals.
+  // All that comes after `start`, up to sums, bases and totals.
   CUFUSE_DEVICE void attend(State& state, const Share& share) {
 #pragma unroll
-    for (int i = 0; i < Shape::kSumColumns / 2; ++i) state.sums[i] = 0.0f;
+    for (int i = 0; i < Shape::kDim / 2; ++i) state.sums[i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       state.base[i] = minus_infinity();

@@ -1,15 +1,15 @@
 // out = softmax(scale q k^T) v for many queries of 16-bit values on sm_90a, with all that
-// fused/attention.cu has: wgmma multiplies while the softmax of another block is taken, and tensor
-// copies fill rings of keys and values (device/attention_warpgroups.cuh). Bounded by the tensor
-// cores and, where heads are small, by exp.
-// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 0, Totals::tensor, Logits::scaled, Turns::free>
-// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 2, Totals::threads, Logits::scaled, Turns::fixed>
-// instantiate: attention_warpgroups<half, 64, 2, 128, 2, 0, Totals::threads, Logits::any, Turns::free>
-// instantiate: attention_warpgroups<bfloat16, 64, 2, 128, 2, 0, Totals::threads, Logits::scaled, Turns::fixed>
-// instantiate: attention_warpgroups<half, 96, 2, 128, 2, 0, Totals::threads, Logits::any, Turns::fixed>
-// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Totals::threads, Logits::scaled, Turns::fixed>
-// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Totals::threads, Logits::any, Turns::free>
-// instantiate: attention_warpgroups<bfloat16, 256, 2, 64, 2, 0, Totals::threads, Logits::scaled, Turns::fixed>
+// fused/attention.cu has: wgmma multiplies for one warpgroup while others take their softmax, and
+// tensor copies fill rings of keys and values (device/attention_warpgroups.cuh). Bounded by the
+// tensor cores and, where heads are small, by exp.
+// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, Logits::scaled, Turns::fixed>
+// instantiate: attention_warpgroups<half, 64, 2, 128, 2, Logits::any, Turns::fixed>
+// instantiate: attention_warpgroups<bfloat16, 64, 2, 128, 2, Logits::scaled, Turns::fixed>
+// instantiate: attention_warpgroups<half, 96, 3, 80, 2, Logits::scaled, Turns::fixed>
+// instantiate: attention_warpgroups<bfloat16, 128, 3, 80, 2, Logits::scaled, Turns::fixed>
+// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, Logits::scaled, Turns::free>
+// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, Logits::any, Turns::free>
+// instantiate: attention_warpgroups<half, 256, 2, 64, 2, Logits::any, Turns::fixed>
 #include "device/attention_warpgroups.cuh"
 
 namespace cufuse {
@@ -44,14 +44,12 @@ template <typename T,
           int kWarpgroups,
           int kKeys,
           int kStages,
-          int kPolynomial,
-          Totals kTotals,
           Logits kLogits,
           Turns kTurns>
 __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
     attention_warpgroups(const __grid_constant__ AttentionWarpgroupsArgs<T> args) {
 #if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Shape = AttentionShape<kHeadDim, kWarpgroups, kKeys, kStages, kPolynomial, kTotals>;
+  using Shape = AttentionShape<kHeadDim, kWarpgroups, kKeys, kStages>;
   using Memory = AttentionMemory<Shape>;
   const int thread = static_cast<int>(threadIdx.x);
   const int warpgroup = uniform(thread / 128);
@@ -61,7 +59,6 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
     prefetch_map(args.v_map);
     Memory::init();
   }
-  Memory::template fill_ones<T>();
   __syncthreads();
 
   if (warpgroup == kWarpgroups) {
