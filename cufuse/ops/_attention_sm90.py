@@ -60,10 +60,9 @@ class AttentionTile:
 
 
 # For heads of up to so many columns. Times are fitted to an H200, bfloat16 and causal. The best of
-# these took, in us: 32 heads of 64 and 4096 tokens 133, and 512 tokens behind 3584 others 42.5; 16
-# heads of 128 and 8192 tokens 356, and 2048 tokens 36.2. The first of these took 139 with three
-# stages, 141 with totals by a column of ones beside the values and 148 with blocks of 112 keys; 154
-# instead of 141 with the maximum of each block, and 164 with an eighth of the powers by polynomials.
+# these took, in us: 32 heads of 64 and 4096 tokens 133, and 512 tokens behind 3584 others 42.5;
+# 16 heads of 128 and 8192 tokens 356, and 2048 tokens 36.2. Blocks of 96 or 112 keys (64 columns)
+# and of 64, 96 or 144 (128 columns) were slower.
 _TILES = {
     64: (
         AttentionTile(3, 128, 2, "fixed", 1200, 3200),
