@@ -14,8 +14,8 @@ from cufuse.ops import _attention_sm90
 from cufuse.ops._attention_sm90 import AttentionTile
 
 KERNEL = "attention_warpgroups"
-FREE = AttentionTile(2, 64, 2, 0, "free", "first", "early", 1000, 1000)
-TURNS = AttentionTile(3, 64, 2, 2, "fixed", "all", "early", 1000, 1000)
+FREE = AttentionTile(2, 64, 2, "free", 1000, 1000)
+TURNS = AttentionTile(3, 64, 2, "fixed", 1000, 1000)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_tails_of_queries_and_keys(by_warpgroups, rng, tile, q_len, kv_len):
 @pytest.mark.cpu_kernels
 def test_starts_lengths_and_windows(by_warpgroups, rng, tile):
     by_warpgroups(tile)
-    q, k, v = make(rng, bfloat16, 3, 150, 400, 4, 2, 64)
+    q, k, v = make(rng, bfloat16, 3, 150, 400, 2, 1, 64)
     start = np.array([0, 250, 77], np.int32)
     check(q, k, v, start=start)
     check(q, k, v, start=start, lengths=np.array([20, 300, 400], np.int32))
@@ -112,9 +112,10 @@ def test_scale_softcap_and_sinks(by_warpgroups, rng):
     check(q, k, v, scale=0.7, softcap=2.0, sinks=sinks, window=66)
 
 
+@pytest.mark.parametrize("tile", [FREE, TURNS], ids=["free", "turns"])
 @pytest.mark.cpu_kernels
-def test_growing_logits_rescale_what_is_there(by_warpgroups, rng):
-    by_warpgroups(TURNS)
+def test_growing_logits_rescale_what_is_there(by_warpgroups, rng, tile):
+    by_warpgroups(tile)
     q, k, v = make(rng, bfloat16, 1, 130, 300, 1, 1, 64)
     # Keys are walked over from the last to the first: each block's logits dwarf the last ones'.
     k *= np.linspace(40, 0.1, 300)[None, :, None, None].astype(bfloat16)
@@ -184,14 +185,8 @@ def test_every_tile_fits_and_spills_nothing(head_dim):
     for tile in _attention_sm90._TILES[next(n for n in _attention_sm90._TILES if head_dim <= n)]:
         assert tile.shared_bytes(head_dim) <= 227 * 1024
         for logits in ("scaled", "any") if tile.warpgroups == 2 else ("scaled",):
-            template = (
-                head_dim,
-                *tile.template,
-                f"Logits::{logits}",
-                f"Turns::{tile.turns}",
-                f"Maxima::{tile.maxima}",
-                f"Opening::{tile.opening}",
-            )
+            choices = (f"Logits::{logits}", f"Turns::{tile.turns}")
+            template = (head_dim, *tile.template, *choices)
             made = jit.kernel("fused/attention_sm90.cu", KERNEL, np.dtype(bfloat16), *template)
             compiled = jit.compile_offline(made, "90a")
             assert compiled.spill_bytes == 0 and not compiled.remarks
@@ -252,6 +247,17 @@ def test_masks_on_the_gpu(to_gpu, rng, head_dim):
     ):
         check_rows(rng, to_gpu, q, k, v, start=start, **options)
     check_rows(rng, to_gpu, q, k, v, causal=False, lengths=lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_growing_logits_on_the_gpu(to_gpu, rng, head_dim, dtype):
+    q, k, v = make(rng, dtype, 1, 1000, 1000, 4, 2, head_dim)
+    k *= np.linspace(40, 0.1, 1000)[None, :, None, None].astype(dtype)
+    check_rows(rng, to_gpu, q, k, v)
+    k[:, 0] *= dtype(10)
+    check_rows(rng, to_gpu, q, k, v)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 from conftest import DTYPES, TOLERANCE, assert_close, poisoned, relative_error, to_numpy
@@ -167,6 +169,80 @@ def test_append_writes_rows_and_leaves_the_rest(to, rng, dtype):
     assert ops.append(to(k), to(v), to(start), *got) is None
     for g, w in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(to_numpy(g).view(np.uint8), w.view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "norm", "rounding", "interleaved"),
+    [
+        ("bf16", (2, 3, 5, 1, 64, 32), "none", "cast_first", False),
+        ("bf16", (1, 5, 3, 2, 128, 64), "head", "cast_first", False),
+        ("fp16", (3, 2, 6, 3, 40, 8), "head", "one_plus", False),
+        ("fp16", (1, 3, 9, 1, 72, 36), "full", "scale_first", True),
+        ("fp32", (2, 2, 5, 3, 36, 10), "head", "cast_first", True),
+        ("bf16", (1, 2, 2, 1, 536, 256), "head", "cast_first", False),
+        ("bf16", (1, 2, 2, 1, 536, 200), "none", "cast_first", True),
+        ("fp16", (2, 1, 2, 3, 69, 31), "head", "scale_first", True),
+        ("fp32", (1, 3, 7, 1, 70, 35), "full", "cast_first", False),
+        ("bf16", (4, 2, 3, 1, 8, 0), "none", "cast_first", False),
+    ],
+)
+def test_the_heads_of_a_thread_do_not_change_the_bits(
+    to_kernels, rng, monkeypatch, name, sizes, norm, rounding, interleaved
+):
+    dtype = DTYPES[name]
+    names = ("batch", "q_len", "n_heads", "n_kv_heads", "head_dim", "n_pairs")
+    s = dict(zip(names, sizes, strict=True))
+    arrays = make(rng, dtype, **s, norm=norm)
+    start = arrays[3]
+    start[-1] = CAPACITY - 1  # a second token is beyond the capacity and the table
+    options = {"qk_rounding": rounding, "interleaved": interleaved}
+    cut_of = importlib.import_module("cufuse.ops.rope_append")
+    monkeypatch.setattr(cut_of, "_BUSY_THREADS_PER_SM", 0)
+    results = []
+    for heads in (1, 2, 4):
+        monkeypatch.setattr(cut_of, "_HEADS", {norm: (heads,)})
+        k_cache, v_cache = map(
+            to_kernels, caches(s["batch"], s["n_kv_heads"], s["head_dim"], dtype)
+        )
+        qkv, cos, sin, start, q_norm, k_norm = (moved(to_kernels, x) for x in arrays)
+        q = ops.rope_append(
+            qkv,
+            cos=cos,
+            sin=sin,
+            start=start,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            n_heads=s["n_heads"],
+            q_norm=q_norm,
+            k_norm=k_norm,
+            out=poisoned((s["batch"], s["q_len"], s["n_heads"], s["head_dim"]), dtype, to_kernels),
+            **options,
+        )
+        results.append([to_numpy(x) for x in (q, k_cache, v_cache)])
+    for other in results[1:]:
+        for got, wanted in zip(other, results[0], strict=True):
+            np.testing.assert_array_equal(got.view(np.uint8), wanted.view(np.uint8))
+
+    qkv, cos, sin, start, q_norm, k_norm = (
+        x if x is None or x.dtype == np.int32 else x.astype(np.float64) for x in arrays
+    )
+    k_cache, v_cache = caches(s["batch"], s["n_kv_heads"], s["head_dim"], np.float64)
+    q = reference.rope_append(
+        qkv,
+        cos=cos,
+        sin=sin,
+        start=start,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        n_heads=s["n_heads"],
+        q_norm=q_norm,
+        k_norm=k_norm,
+        **options,
+    )
+    for got, wanted in zip(results[0], (q, k_cache, v_cache), strict=True):
+        outside = np.isnan(wanted)  # of the table
+        got[outside] = wanted[outside] = 0
+        assert_close(got, wanted, dtype)
 
 
 def test_append_beyond_the_capacity_is_dropped(to):

@@ -97,10 +97,10 @@ def attention(
 
     Scaled dot-product attention (Vaswani et al. 2017). Keys that nobody sees are not read. A query
     that sees no key gets zeros. The softmax and all sums are in float32. Below 16 queries a row's
-    bits depend neither on the batch nor on kv_len. From 16 on, 16-bit products run on tensor cores
-    with the probabilities rounded to the inputs' dtype, and a value that is not finite may reach
-    all of up to 192 neighbouring queries of which one sees it. Partial results beyond 256 MiB take
-    more launches.
+    bits depend neither on the batch nor on kv_len. From 16 on they may, by the tile that is chosen
+    for all; 16-bit products then run on tensor cores with the probabilities rounded to the inputs'
+    dtype, and a value that is not finite may reach all of up to 192 neighbouring queries of which
+    one sees it. Partial results beyond 256 MiB take more launches.
 
     Returns [batch, q_len, n_heads, head_dim] in q's dtype. Raises ValueError for sizes, TypeError
     for dtypes or mixed libraries and Unsupported for head_dim over 256.

@@ -14,9 +14,9 @@ from cufuse.ops._stream import on_stream
 from cufuse.ops.rmsnorm import ROUNDINGS
 from cufuse.ops.rope import check_pairs, head_width, pairing
 
-_THREADS = 256
+_THREADS = {"none": 128, "head": 128, "full": 256}  # of a CTA
 _HEADS = {"none": (1, 2, 4), "head": (1, 2), "full": (1, 2, 4)}  # of a thread
-_BUSY_CTAS_PER_SM = 4  # with fewer, more threads do better than more work for each
+_BUSY_THREADS_PER_SM = 1024  # with fewer, more threads do better than more work for each
 
 
 def check_projection(
@@ -80,12 +80,13 @@ def _cut(
     def threads(heads: int) -> int:  # of a row
         return -(-all_heads // heads) * lanes
 
+    choices, cta = _HEADS[norm], _THREADS[norm]
     if norm == "full":  # a CTA sums a row: as few CTAs a row as can be
-        heads = next((h for h in _HEADS[norm] if threads(h) <= _THREADS), _HEADS[norm][-1])
-        return heads, (rows, -(-threads(heads) // _THREADS))
-    busy = sm_count * _BUSY_CTAS_PER_SM * _THREADS
-    heads = max((h for h in _HEADS[norm] if rows * threads(h) >= busy), default=1)
-    return heads, (-(-rows * threads(heads) // _THREADS),)
+        heads = next((h for h in choices if threads(h) <= cta), choices[-1])
+        return heads, (rows, -(-threads(heads) // cta))
+    busy = sm_count * _BUSY_THREADS_PER_SM
+    heads = max((h for h in choices if rows * threads(h) >= busy), default=1)
+    return heads, (-(-rows * threads(heads) // cta),)
 
 
 @on_stream
@@ -182,7 +183,7 @@ def rope_append(
     norms = sum(w.nbytes for w in (bound["q_norm"], bound["k_norm"]) if w is not None)
     kernel.launch(
         grid,
-        _THREADS,
+        _THREADS[norm],
         {
             "qkv": bound["qkv"],
             "cos": bound["cos"],

@@ -1,10 +1,13 @@
 // Attention of many queries on sm_90a (Shah et al. 2024, FlashAttention-3): CTAs that stay walk
 // over tiles of 64 queries a warpgroup of one head. One thread copies queries, and keys and values
-// into two rings of blocks; the other warpgroups have logits, softmax and sums in registers, and
-// the products of a block with the queries are under way while the softmax of another is taken.
+// into two rings of blocks; the other warpgroups have logits, softmax and sums in registers. While
+// one takes its softmax, another has the tensor cores: it multiplies its queries with a block of
+// keys and the weights of the block before with its values.
 //
-// A tile's blocks go from its last visible key to its first one. What a block has below the first
-// key is masked; no key behind the last one is read.
+// The softmax is what there is to save at: a row's largest logit is looked for in its first block
+// and where keys are masked; elsewhere only if a sum of weights shows that it was too small.
+//
+// A tile's blocks go from its last visible key to its first one, and no key but those is read.
 #pragma once
 
 #include "device/attention.cuh"
@@ -12,12 +15,10 @@
 
 namespace cufuse {
 
-// kPolynomial of 8 powers are sums and products, the others the special function unit's, which has
-// as much to do as the tensor cores where heads are small.
-template <int kHeadDim_, int kWarpgroups_, int kKeys_, int kStages_, int kPolynomial_>
+template <int kHeadDim_, int kWarpgroups_, int kKeys_, int kStages_>
 struct AttentionShape {
   static constexpr int kHeadDim = kHeadDim_, kWarpgroups = kWarpgroups_;
-  static constexpr int kKeys = kKeys_, kStages = kStages_, kPolynomial = kPolynomial_;
+  static constexpr int kKeys = kKeys_, kStages = kStages_;
   static constexpr int kQueries = kWarpgroups * 64;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   static constexpr int kDim = (kHeadDim + 15) / 16 * 16;  // columns beyond head_dim are zeros
@@ -48,11 +49,6 @@ enum class Logits { scaled, any };
 // Warpgroups issue their products when they can, or in turns: while one has the tensor cores, the
 // others take their softmax.
 enum class Turns { free, fixed };
-// Whose maximum is taken: each block's, or the first one's, and others' when weights overflow.
-enum class Maxima { all, first };
-// When a warpgroup starts with its next tile: behind the results of this one or, where it can,
-// before.
-enum class Opening { late, early };
 
 #if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -117,18 +113,20 @@ template <typename Shape>
 struct QueryTile {
   int batch, head;
   int query;     // the first one; below 0 where the tile has rows before the queries
-  i64 position;  // of that
-  i64 length;    // of the sequence
+  int position;  // of that
+  int length;    // of the sequence, but not beyond kv_len
   KeySpan keys;
   int blocks;
 
-  // Where block i, from the end, begins. The last of several begins with the first key and has some
-  // keys again that the one before it had: no copy reaches below the first key.
-  CUFUSE_DEVICE int key_of(int block) const {
-    return block > 0 && block == blocks - 1 ? keys.first : end_of(block) - Shape::kKeys;
+  // Blocks count from the end. All but block 0 follow each other from the first key on; block 0
+  // ends with the last key and begins with some that block 1 has: no copy reaches beyond what is
+  // seen.
+  CUFUSE_DEVICE int own_key_of(int block) const {
+    return keys.first + (blocks - 1 - block) * Shape::kKeys;
   }
-  // Behind the keys that block i has alone.
-  CUFUSE_DEVICE int end_of(int block) const { return keys.last - block * Shape::kKeys; }
+  CUFUSE_DEVICE int key_of(int block) const {
+    return block == 0 ? keys.last - Shape::kKeys : own_key_of(block);
+  }
   // A block alone may reach below the first key, to values that nobody sees.
   CUFUSE_DEVICE int unseen() const {
     return blocks == 1 && keys.first > 0 ? max(Shape::kKeys - (keys.last - keys.first), 0) : 0;
@@ -173,30 +171,32 @@ struct QueryTiles {
     ++round;
     if (tile.batch != batch) {
       batch = tile.batch;
+      constexpr int kFar = 1 << 30;  // twice what there are of queries, keys and window
       start = same(args.start ? args.start[batch] : args.default_start);
-      length = same(args.lengths ? args.lengths[batch] : 0);
+      start = max(min(start, kFar), -kFar);
+      length = args.lengths  ? same(args.lengths[batch])
+               : args.causal ? start + args.q_len
+                             : args.kv_len;
+      length = max(min(length, args.kv_len), 0);
     }
-    tile.length = args.lengths  ? length
-                  : args.causal ? static_cast<i64>(start) + args.q_len
-                                : static_cast<i64>(args.kv_len);
-    tile.position = static_cast<i64>(start) + tile.query;
-    const int first = max(-tile.query, 0);
-    tile.keys.first = seen(args, tile, first).first;
-    tile.keys.last = end_for(args, tile, Shape::kQueries - 1);
+    tile.length = length;
+    tile.position = start + tile.query;
+    tile.keys.first = first_key(args, tile, max(-tile.query, 0));
+    tile.keys.last = end_key(args, tile, Shape::kQueries - 1);
     const int n_keys = max(tile.keys.last - tile.keys.first, 0);
     tile.blocks = (n_keys + Shape::kKeys - 1) / Shape::kKeys;
     return true;
   }
 
-  // What a row of the tile sees.
+  // What a row of the tile sees, as visible_keys has it; nothing where the first key is not before
+  // the end. Both grow with the row.
   template <typename Args>
-  static CUFUSE_DEVICE KeySpan seen(const Args& args, const QueryTile<Shape>& tile, int row) {
-    return visible_keys(tile.position + row, tile.length, args.kv_len, args.causal, args.window);
+  static CUFUSE_DEVICE int first_key(const Args& args, const QueryTile<Shape>& tile, int row) {
+    return args.window > 0 ? max(tile.position + row + 1 - args.window, 0) : 0;
   }
-  // Behind the last key of it, and of all rows before it: with a window it may see nothing itself.
   template <typename Args>
-  static CUFUSE_DEVICE int end_for(const Args& args, const QueryTile<Shape>& tile, int row) {
-    return visible_keys(tile.position + row, tile.length, args.kv_len, args.causal, 0).last;
+  static CUFUSE_DEVICE int end_key(const Args& args, const QueryTile<Shape>& tile, int row) {
+    return args.causal ? max(min(tile.length, tile.position + row + 1), 0) : tile.length;
   }
 };
 
@@ -280,32 +280,19 @@ struct AttentionTurns {
   }
 };
 
-// 2^x for x <= 8 to 13 bits, more than a probability keeps; what is below 2^-126 comes near it. The
-// nearest integer goes to the exponent, a polynomial of degree 3 takes the rest.
-CUFUSE_DEVICE float exp2_polynomial(float x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: sums have no fraction
-  x = fmaxf(x, -126.0f);
-  const float rounded = x + kRound;
-  const float f = x - (rounded - kRound);
-  float p = fmaf(f, 0.05517156f, 0.24261106f);
-  p = fmaf(p, f, 0.693261f);
-  p = fmaf(p, f, 0.99992808f);
-  return __int_as_float(__float_as_int(p) +
-                        static_cast<int>(static_cast<u32>(__float_as_int(rounded)) << 23));
-}
-
 // What a thread holds of a tile: two rows, `lane / 4` and 8 further on.
 template <typename Shape>
 struct AttentionState {
   float logits[Shape::kKeys / 2];
   u32 weights[Shape::kKeys / 16][4];  // the left operand of the product with the values
   float sums[Shape::kDim / 2];
-  float top[2];    // what is subtracted from logits: at least their maximum less kSlack
+  float base[2];   // what is subtracted from logits
   float total[2];  // of this thread's columns
 };
 
-// A maximum that has grown by less leaves the sums as they are: weights stay below 2^kSlack.
-constexpr float kSlack = 8.0f;
+// A row's base is its largest logit when it was chosen, and so much. It stays until a weight is
+// more than 1: then the largest logit is higher than the base.
+constexpr float kAbove = 4.0f;
 constexpr float kLog2E = 1.4426950408889634f;
 
 // By a warpgroup: start the products of its queries with a block of keys.
@@ -357,11 +344,11 @@ CUFUSE_DEVICE void finish_logits(float (&logits)[kCount], const Args& args) {
   }
 }
 
-// Where a block's logits are higher than `top`, but for kSlack, that becomes their maximum. Returns
-// by what a row's sums and totals have to be multiplied, and whether anything of the warp has to.
+// Raise the bases of rows whose logits in this block are higher; sums and totals follow.
 template <typename Shape>
-CUFUSE_DEVICE bool raise_tops(AttentionState<Shape>& state, float factor, float (&rescale)[2]) {
-  bool grown = false;
+CUFUSE_DEVICE void raise_bases(AttentionState<Shape>& state, float factor) {
+  float rescale[2];
+  bool raised = false;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float even = state.logits[2 * i], odd = state.logits[2 * i + 1];
@@ -374,63 +361,20 @@ CUFUSE_DEVICE bool raise_tops(AttentionState<Shape>& state, float factor, float 
     top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
     top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2)) * factor;
     rescale[i] = 1.0f;
-    if (top > state.top[i] + kSlack) {
-      rescale[i] = exp2f(state.top[i] - top);
-      state.top[i] = top;
-      grown = true;
+    if (top > state.base[i]) {
+      rescale[i] = exp2f(state.base[i] - (top + kAbove));
+      state.base[i] = top + kAbove;
+      raised = true;
     }
     state.total[i] *= rescale[i];
   }
-  return __any_sync(kFullMask, grown);
-}
-
-template <typename Shape>
-CUFUSE_DEVICE void rescale_sums(AttentionState<Shape>& state, const float (&rescale)[2]) {
+  if (!__any_sync(kFullMask, raised)) return;
 #pragma unroll
   for (int i = 0; i < Shape::kDim / 2; ++i) state.sums[i] *= rescale[i / 2 % 2];
 }
 
-// The weight of a logit; every 8 take turns.
-template <typename Shape>
-CUFUSE_DEVICE float weight_of(float logit, float factor, float shift, int turn) {
-  const float x = fmaf(logit, factor, -shift);
-  return turn % 8 < Shape::kPolynomial ? exp2_polynomial(x) : exp2f(x);
-}
-
-// Logits become their weights in place.
-template <typename Shape>
-CUFUSE_DEVICE void weigh_in_place(AttentionState<Shape>& state, float factor) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float shift = softmax_shift(state.top[i]);
-    float sum[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int n = 0; n < Shape::kKeys / 8; ++n) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float& v = state.logits[4 * n + 2 * i + j];
-        v = weight_of<Shape>(v, factor, shift, 2 * n + j);
-        sum[j] += v;
-      }
-    }
-    state.total[i] += sum[0] + sum[1];
-  }
-}
-
-// The weights, rounded: the accumulators' order is that of a left operand.
-template <typename Shape, typename T>
-CUFUSE_DEVICE void round_weights(AttentionState<Shape>& state) {
-#pragma unroll
-  for (int step = 0; step < Shape::kKeys / 16; ++step) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      state.weights[step][i] =
-          pair_from_floats<T>(state.logits[8 * step + 2 * i], state.logits[8 * step + 2 * i + 1]);
-    }
-  }
-}
-
-// Both at once, with the logits left as they are; `sum` is that of a row's weights in this thread.
+// Weights from logits, rounded: the accumulators' order is that of a left operand. `sum` is what a
+// row's weights in this thread add up to.
 template <typename Shape, typename T>
 CUFUSE_DEVICE void weigh(AttentionState<Shape>& state,
                          float factor,
@@ -442,29 +386,27 @@ CUFUSE_DEVICE void weigh(AttentionState<Shape>& state,
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* pair = &state.logits[8 * step + 2 * i];
-      const int turn = 2 * (i / 2 + 2 * step);
-      const float low = weight_of<Shape>(pair[0], factor, shift[i % 2], turn);
-      const float high = weight_of<Shape>(pair[1], factor, shift[i % 2], turn + 1);
-      sum[i % 2] += low + high;
+      const float low = exp2f(fmaf(pair[0], factor, -shift[i % 2]));
+      const float high = exp2f(fmaf(pair[1], factor, -shift[i % 2]));
       state.weights[step][i] = pair_from_floats<T>(low, high);
+      sum[i % 2] += low + high;
     }
   }
 }
 
-// A block's weights from its logits, where only some blocks' maxima are taken. Higher logits than
-// those show in the sum, and so does a `top` of -inf: then all is done again.
+// A block's weights from its logits. Those far above the base show in a row's sum, and so does a
+// base of -inf: then bases are raised, and all is done again.
 template <typename Shape, typename T>
-CUFUSE_DEVICE void weigh_again_on_overflow(AttentionState<Shape>& state, float factor, bool raise) {
+CUFUSE_DEVICE void take_weights(AttentionState<Shape>& state, float factor, bool raise) {
   constexpr float kMost = 8192.0f;  // below half's largest value
   float sum[2];
 #pragma unroll 1
   while (true) {
-    float shift[2] = {state.top[0], state.top[1]};
+    float shift[2] = {state.base[0], state.base[1]};
     if (raise) {
-      float rescale[2];
-      if (raise_tops(state, factor, rescale)) rescale_sums(state, rescale);
-      shift[0] = softmax_shift(state.top[0]);
-      shift[1] = softmax_shift(state.top[1]);
+      raise_bases(state, factor);
+      shift[0] = softmax_shift(state.base[0]);
+      shift[1] = softmax_shift(state.base[1]);
     }
     weigh<Shape, T>(state, factor, shift, sum);
     if (raise || !__any_sync(kFullMask, sum[0] > kMost || sum[1] > kMost)) break;
@@ -472,6 +414,24 @@ CUFUSE_DEVICE void weigh_again_on_overflow(AttentionState<Shape>& state, float f
   }
   state.total[0] += sum[0];
   state.total[1] += sum[1];
+}
+
+// Logits of keys that are not visible become -inf: seen(i)(j) tells whether row i sees the key of
+// column j, less the thread's first column.
+template <typename Shape, typename F>
+CUFUSE_DEVICE void mask_keys(AttentionState<Shape>& state, F seen) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const auto sees = seen(i);
+#pragma unroll
+    for (int n = 0; n < Shape::kKeys / 8; ++n) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float& v = state.logits[4 * n + 2 * i + j];
+        v = sees(n * 8 + j) ? v : minus_infinity();
+      }
+    }
+  }
 }
 
 // Values that nobody sees become zeros: by all warpgroups that multiply, before anyone reads them.
@@ -506,11 +466,11 @@ CUFUSE_DEVICE void store_attention(AttentionState<Shape>& state,
     float share = 1.0f;
     if (args.sinks) {
       const float sink = to_float(args.sinks[tile.head]) * kLog2E;
-      const float top = fmaxf(state.top[i], sink), shift = softmax_shift(top);
-      share = exp2f(state.top[i] - shift);
+      const float top = fmaxf(state.base[i], sink), shift = softmax_shift(top);
+      share = exp2f(state.base[i] - shift);
       total = fmaf(total, share, exp2f(sink - shift));
     }
-    scale[i] = state.top[i] == minus_infinity() ? 0.0f : share / total;
+    scale[i] = state.base[i] == minus_infinity() ? 0.0f : share / total;
   }
 
   // A warp's 16 rows go through shared memory, so that its lanes store whole rows.
@@ -553,7 +513,7 @@ struct QueryShare {
 };
 
 // What a warpgroup that multiplies keeps from tile to tile.
-template <typename Shape, typename T, Logits kLogits, Turns kTurns, Maxima kMaxima, typename Args>
+template <typename Shape, typename T, Logits kLogits, Turns kTurns, typename Args>
 struct AttentionWarpgroup {
   using Memory = AttentionMemory<Shape>;
   using Tiles = QueryTiles<Shape>;
@@ -601,17 +561,16 @@ struct AttentionWarpgroup {
     if (!tiles.take(args, share.tile, uniform)) return false;
     share.queries = query_cursor;
     query_cursor.template advance<1>();
-    // The first row sees the fewest keys up to the last one, the last row from the first one on.
     const QueryTile<Shape>& tile = share.tile;
-    const int row = warpgroup * 64, first_row = max(row, -tile.query);
-    const KeySpan low = Tiles::seen(args, tile, first_row),
-                  high = Tiles::seen(args, tile, row + 63);
-    const int last = Tiles::end_for(args, tile, row + 63);
-    share.begin = (tile.keys.last - last) / Shape::kKeys;
-    share.end = (tile.keys.last - low.first + Shape::kKeys - 1) / Shape::kKeys;
-    if (first_row >= row + 64 || last <= low.first) share.begin = share.end = tile.blocks;
-    share.seen_first = high.first;
-    share.seen_last = low.last;
+    const int first_row = max(warpgroup * 64, -tile.query), last_row = warpgroup * 64 + 63;
+    const int first = Tiles::first_key(args, tile, first_row);
+    const int last = Tiles::end_key(args, tile, last_row);
+    const int own = tile.own_key_of(0);
+    share.begin = last > own ? 0 : (own - last) / Shape::kKeys + 1;
+    share.end = (max(own - first, 0) + Shape::kKeys - 1) / Shape::kKeys + 1;
+    if (first_row > last_row || last <= first) share.begin = share.end = tile.blocks;
+    share.seen_first = Tiles::first_key(args, tile, last_row);
+    share.seen_last = Tiles::end_key(args, tile, first_row);
     return true;
   }
 
@@ -651,56 +610,46 @@ struct AttentionWarpgroup {
     if (share.begin < share.end) multiply_first(state, share, [] {});
   }
 
-  // Logits of keys that a row does not see become -inf. Only blocks at the edges of what is visible
-  // look at each key; returns whether this one is.
+  // Logits of keys that a row does not see, and of those that another block has, become -inf. Only
+  // blocks at the edges of what is visible look at each key; returns whether this one is.
   CUFUSE_DEVICE bool mask(State& state, const Share& share, int block) const {
     const QueryTile<Shape>& tile = share.tile;
-    const int key = tile.key_of(block), end_key = tile.end_of(block);
-    if (key >= share.seen_first && key + Shape::kKeys <= min(share.seen_last, end_key)) {
-      return false;
-    }
+    const int key = tile.key_of(block), own = tile.own_key_of(block);
+    const bool first_edge = max(own, share.seen_first) > key;
+    const bool last_edge = share.seen_last < key + Shape::kKeys;
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int row = warpgroup * 64 + static_cast<int>(threadIdx.x % 128 / 32) * 16 + lane / 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const KeySpan span = Tiles::seen(args, tile, row + i * 8);
-      const int from = span.first - key - lane % 4 * 2;
-      const int to = min(span.last, end_key) - key - lane % 4 * 2;
-#pragma unroll
-      for (int n = 0; n < Shape::kKeys / 8; ++n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const bool visible = n * 8 + j >= from && n * 8 + j < to;
-          float& v = state.logits[4 * n + 2 * i + j];
-          v = visible ? v : minus_infinity();
-        }
-      }
+    const int column = key + lane % 4 * 2;
+    if (first_edge) {
+      mask_keys<Shape>(state, [&](int i) {
+        const int first = max(own, Tiles::first_key(args, tile, row + i * 8)) - column;
+        return [=](int j) { return j >= first; };
+      });
     }
-    return true;
+    if (last_edge) {
+      mask_keys<Shape>(state, [&](int i) {
+        const int last = Tiles::end_key(args, tile, row + i * 8) - column;
+        return [=](int j) { return j < last; };
+      });
+    }
+    return first_edge || last_edge;
   }
 
-  // All that comes after `start`, up to sums, tops and totals.
+  // All that comes after `start`, up to sums, bases and totals.
   CUFUSE_DEVICE void attend(State& state, const Share& share) {
 #pragma unroll
     for (int i = 0; i < Shape::kDim / 2; ++i) state.sums[i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      state.top[i] = minus_infinity();
+      state.base[i] = minus_infinity();
       state.total[i] = 0.0f;
     }
     if (share.begin < share.end) {
       const float factor = logit_factor<kLogits>(args);
       const unsigned char* queries = Memory::queries(share.queries, warpgroup);
-      float rescale[2];
       finish_logits<kLogits>(state.logits, args);
       mask(state, share, share.begin);
-      if constexpr (kMaxima == Maxima::all) {
-        raise_tops(state, factor, rescale);
-        weigh_in_place(state, factor);
-        round_weights<Shape, T>(state);
-      } else {
-        weigh_again_on_overflow<Shape, T>(state, factor, true);
-      }
+      take_weights<Shape, T>(state, factor, true);
 #pragma unroll 1
       for (int block = share.begin + 1; block < share.end; ++block) {
         turns.begin(warpgroup);
@@ -715,19 +664,9 @@ struct AttentionWarpgroup {
         release_keys();
         finish_logits<kLogits>(state.logits, args);
         const bool masked = mask(state, share, block);
-        if constexpr (kMaxima == Maxima::all) {
-          const bool grown = raise_tops(state, factor, rescale);
-          weigh_in_place(state, factor);
-          not_negative_by_now(state.total[0] + state.total[1]);  // the sums are on their way
-          wgmma_wait<0>(state.sums);
-          release_values();
-          if (grown) rescale_sums(state, rescale);
-          round_weights<Shape, T>(state);
-        } else {
-          wgmma_wait<0>(state.sums);
-          release_values();
-          weigh_again_on_overflow<Shape, T>(state, factor, masked);
-        }
+        wgmma_wait<0>(state.sums);
+        release_values();
+        take_weights<Shape, T>(state, factor, masked);
       }
       wait_for_values();
       wgmma_fence(state.weights, state.sums);
@@ -748,7 +687,6 @@ struct AttentionWarpgroup {
     Memory::release(Memory::queries_empty(share.queries.stage, warpgroup));
   }
 
-  template <Opening kOpening>
   CUFUSE_DEVICE void run() {
     State state;
     Share share, next;
@@ -757,7 +695,7 @@ struct AttentionWarpgroup {
     while (more) {
       attend(state, share);
       more = take(next);
-      if (kOpening == Opening::early && more && starts_early(next)) {
+      if (more && starts_early(next)) {
         approach(next);
         multiply_first(state, next, [&] { finish(state, share); });
       } else {

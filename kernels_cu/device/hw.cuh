@@ -95,9 +95,10 @@ CUFUSE_DEVICE void round_pair<half>(float& a, float& b) {
 }
 template <>
 CUFUSE_DEVICE void round_pair<bfloat16>(float& a, float& b) {
-  const float2 rounded = __bfloat1622float2(__floats2bfloat162_rn(a, b));
-  a = rounded.x;
-  b = rounded.y;
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  const u32 word = *reinterpret_cast<const u32*>(&pair);
+  a = __uint_as_float(word << 16);
+  b = __uint_as_float(word & 0xffff0000u);
 }
 
 // The 8-bit types take the largest finite value for what is larger.
@@ -962,14 +963,6 @@ template <typename T, int kCount>
 CUFUSE_DEVICE void pin(T (&values)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) pin(values[i]);
-}
-
-// What a value that is not negative is computed from is computed by here, before a wait that
-// follows: `pin` keeps the compiler from moving it, but not the assembler. What never happens, a
-// sleep of no time, depends on it.
-CUFUSE_DEVICE void not_negative_by_now(float v) {
-  asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p nanosleep.u32 0;}" ::"f"(v)
-               : "memory");
 }
 
 // Order what this thread did with registers before the products that come after; `registers` are

@@ -1,15 +1,15 @@
 // out = softmax(scale q k^T) v for many queries of 16-bit values on sm_90a, with all that
-// fused/attention.cu has: wgmma multiplies while the softmax of another block is taken, and tensor
-// copies fill rings of keys and values (device/attention_warpgroups.cuh). Bounded by the tensor
-// cores and, where heads are small, by exp.
-// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 0, Logits::scaled, Turns::free, Maxima::first, Opening::early>
-// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, 2, Logits::scaled, Turns::fixed, Maxima::all, Opening::early>
-// instantiate: attention_warpgroups<half, 64, 2, 128, 2, 0, Logits::any, Turns::free, Maxima::first, Opening::early>
-// instantiate: attention_warpgroups<bfloat16, 64, 2, 128, 2, 0, Logits::scaled, Turns::fixed, Maxima::all, Opening::early>
-// instantiate: attention_warpgroups<half, 96, 2, 128, 2, 0, Logits::any, Turns::fixed, Maxima::all, Opening::early>
-// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Logits::scaled, Turns::fixed, Maxima::all, Opening::early>
-// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, 0, Logits::any, Turns::free, Maxima::first, Opening::early>
-// instantiate: attention_warpgroups<bfloat16, 256, 2, 64, 2, 0, Logits::scaled, Turns::fixed, Maxima::all, Opening::early>
+// fused/attention.cu has: wgmma multiplies for one warpgroup while others take their softmax, and
+// tensor copies fill rings of keys and values (device/attention_warpgroups.cuh). Bounded by the
+// tensor cores and, where heads are small, by exp.
+// instantiate: attention_warpgroups<bfloat16, 64, 3, 128, 2, Logits::scaled, Turns::fixed>
+// instantiate: attention_warpgroups<half, 64, 2, 128, 2, Logits::any, Turns::fixed>
+// instantiate: attention_warpgroups<bfloat16, 64, 2, 128, 2, Logits::scaled, Turns::fixed>
+// instantiate: attention_warpgroups<half, 96, 3, 80, 2, Logits::scaled, Turns::fixed>
+// instantiate: attention_warpgroups<bfloat16, 128, 3, 80, 2, Logits::scaled, Turns::fixed>
+// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, Logits::scaled, Turns::free>
+// instantiate: attention_warpgroups<bfloat16, 128, 2, 128, 2, Logits::any, Turns::free>
+// instantiate: attention_warpgroups<half, 256, 2, 64, 2, Logits::any, Turns::fixed>
 #include "device/attention_warpgroups.cuh"
 
 namespace cufuse {
@@ -44,15 +44,12 @@ template <typename T,
           int kWarpgroups,
           int kKeys,
           int kStages,
-          int kPolynomial,
           Logits kLogits,
-          Turns kTurns,
-          Maxima kMaxima,
-          Opening kOpening>
+          Turns kTurns>
 __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
     attention_warpgroups(const __grid_constant__ AttentionWarpgroupsArgs<T> args) {
 #if defined(CUFUSE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Shape = AttentionShape<kHeadDim, kWarpgroups, kKeys, kStages, kPolynomial>;
+  using Shape = AttentionShape<kHeadDim, kWarpgroups, kKeys, kStages>;
   using Memory = AttentionMemory<Shape>;
   const int thread = static_cast<int>(threadIdx.x);
   const int warpgroup = uniform(thread / 128);
@@ -69,9 +66,8 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
     if (thread == kWarpgroups * 128) copy_for_attention<Shape>(args);
   } else {
     take_registers<Shape::kMany>();
-    AttentionWarpgroup<Shape, T, kLogits, kTurns, kMaxima, AttentionWarpgroupsArgs<T>> work(
-        args, warpgroup);
-    work.template run<kOpening>();
+    AttentionWarpgroup<Shape, T, kLogits, kTurns, AttentionWarpgroupsArgs<T>> work(args, warpgroup);
+    work.run();
   }
 #endif
 }

@@ -5,6 +5,7 @@
 // mean. Bounded by memory, at few rows by the launch.
 // instantiate: rope_append<bfloat16, Pairing::half_split, QkNorm::head, Rounding::cast_first, 8, 8, 2>
 // instantiate: rope_append<bfloat16, Pairing::half_split, QkNorm::none, Rounding::cast_first, 8, 4, 4>
+// instantiate: rope_append<bfloat16, Pairing::interleaved, QkNorm::none, Rounding::cast_first, 8, 32, 4>
 // instantiate: rope_append<half, Pairing::interleaved, QkNorm::full, Rounding::scale_first, 8, 8, 2>
 // instantiate: rope_append<float, Pairing::interleaved, QkNorm::head, Rounding::one_plus, 4, 32, 2>
 // instantiate: rope_append<float, Pairing::half_split, QkNorm::full, Rounding::one_plus, 1, 32, 1>
@@ -198,6 +199,15 @@ CUFUSE_DEVICE float squares(const Held<T, kVec>& held) {
   return sum;
 }
 
+// The full norm has a CTA for every row.
+template <QkNorm kNorm>
+constexpr int kThreads = kNorm == QkNorm::full ? 256 : 128;
+
+// Without a norm and later slots, registers suffice for as many CTAs as keep memory busy.
+template <QkNorm kNorm, int kLanes, int kHeads>
+constexpr int kCtasPerSm =
+    kNorm == QkNorm::none && kLanes < 32 ? (kHeads == 4 ? 5 : 8) : 512 / kThreads<kNorm>;
+
 template <typename T,
           Pairing kPairing,
           QkNorm kNorm,
@@ -205,10 +215,9 @@ template <typename T,
           int kVec,
           int kLanes,
           int kHeads>
-__global__ void __launch_bounds__(256, kNorm == QkNorm::none ? kHeads == 4 ? 3 : 4 : 2)
+__global__ void __launch_bounds__(kThreads<kNorm>, kCtasPerSm<kNorm, kLanes, kHeads>)
     rope_append(const RopeAppendArgs<T> args) {
-  constexpr int kThreads = 256;
-  constexpr int kGroups = kThreads / kLanes;
+  constexpr int kGroups = kThreads<kNorm> / kLanes;
   const int all_heads = args.n_heads + 2 * args.n_kv_heads;
   const int row_groups = (all_heads + kHeads - 1) / kHeads;
   const int lane = threadIdx.x % kLanes;
@@ -266,12 +275,12 @@ __global__ void __launch_bounds__(256, kNorm == QkNorm::none ? kHeads == 4 ? 3 :
   float scales[kHeads];
   float q_scale = 0.0f, k_scale = 0.0f;
   if constexpr (kNorm == QkNorm::full) {
-    __shared__ float partial[kThreads / 32];
+    __shared__ float partial[kThreads<kNorm> / 32];
     const int q_size = args.n_heads * args.head_dim;
-    if (args.q_weight) q_scale = rms_scale<kThreads, kVec>(x, q_size, args.qk_eps, partial);
+    if (args.q_weight) q_scale = rms_scale<kThreads<kNorm>, kVec>(x, q_size, args.qk_eps, partial);
     if (args.k_weight) {
-      k_scale = rms_scale<kThreads, kVec>(x + q_size, args.n_kv_heads * args.head_dim, args.qk_eps,
-                                          partial);
+      k_scale = rms_scale<kThreads<kNorm>, kVec>(x + q_size, args.n_kv_heads * args.head_dim,
+                                                 args.qk_eps, partial);
     }
   }
   if constexpr (kNorm == QkNorm::head) {

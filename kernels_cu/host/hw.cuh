@@ -738,9 +738,6 @@ template <typename T, Major kMajorB = Major::k, int kSums>
 inline void wgmma(float (&d)[kSums], const u32 (&a)[4], u64 b, bool accumulate) {
   wgmma_product<T>(d, a, 0, b, accumulate, false, kMajorB == Major::mn);
 }
-inline void not_negative_by_now(float v) {
-  if (v < 0.0f) host::fail("not_negative_by_now", "the value is below zero");
-}
 template <typename... Registers>
 inline void wgmma_fence(Registers&...) {
   host::wgmma_fence();
