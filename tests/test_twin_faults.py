@@ -145,6 +145,17 @@ def check_added(m, n, k):
     np.testing.assert_allclose(np.asarray(got), wanted, rtol=2e-2, atol=2e-2)
 
 
+def check_pre(m, n, k):
+    rng = np.random.default_rng(0)
+    shapes = (m, k), (n, k), (m, n)
+    x, w, residual = (rng.standard_normal(shape).astype(np.float16) for shape in shapes)
+    pre, wanted_pre = device.twin(np.empty((m, n), np.float16)), np.empty((m, n), np.float16)
+    got = ops.linear(device.twin(x), device.twin(w), residual=device.twin(residual), pre=pre)
+    wanted = ops.linear(x, w, residual=residual, pre=wanted_pre)
+    for result, right in ((got, wanted), (pre, wanted_pre)):
+        np.testing.assert_allclose(np.asarray(result), right, rtol=2e-2, atol=2e-2)
+
+
 def check_tile_linear():
     check_linear(m=128, n=64, k=256)
 
@@ -164,18 +175,21 @@ def check_packed_tiles():
     check_packed(40, 80, 520)
 
 
-def check_warpgroup_tiles(tile=(64, 128, 2, 2, 8, 1, 1), packed=False, residual=False):
+def check_warpgroup_tiles(tile=(64, 128, 2, 2, 8, 1, 1), check=check_linear):
     """Check an op whose tile, on a GPU of two SMs, is one of sm_90a."""
     tile = tiles.WarpgroupTile(*tile, 1, 1)
     target = tiles.Target("90a", 2, 227 * 1024)
     with pytest.MonkeyPatch.context() as patched, tiles.only(tile):
         patched.setattr(tiles, "TWIN", target)
-        check = check_packed if packed else check_added if residual else check_linear
         check(70, 264, 392)
 
 
 def check_warpgroup_residual():
-    check_warpgroup_tiles((64, 128, 1, 2, 8, 1, 1), residual=True)  # more boxes than one
+    check_warpgroup_tiles((64, 128, 1, 2, 8, 1, 1), check_added)  # more boxes than one
+
+
+def check_warpgroup_pre():
+    check_warpgroup_tiles((64, 128, 1, 2, 8, 1, 1), check_pre)  # two boxes of each result
 
 
 def check_warpgroup_teams():
@@ -183,7 +197,7 @@ def check_warpgroup_teams():
 
 
 def check_warpgroup_panels():
-    check_warpgroup_tiles(packed=True)
+    check_warpgroup_tiles(check=check_packed)
 
 
 def check_warpgroup_split():
@@ -508,11 +522,26 @@ FAULTS = {
     "warpgroup tiles: a residual read before landing": (
         check_warpgroup_residual,
         "device/warpgroup_tiles.cuh",
-        """mbarrier_wait(WarpgroupRing<Shape>::there(warpgroup, used % Shape::kBoxes),
-                        used / Shape::kBoxes % 2);""",
+        "mbarrier_wait(WarpgroupRing<Shape>::there(warpgroup, i), held >> i & 1);",
         "",
         0,
         "in flight|race",
+    ),
+    "warpgroup tiles: a residual of the round before": (
+        check_warpgroup_pre,
+        "device/warpgroup_tiles.cuh",
+        "held >> i & 1",
+        "used / Shape::kBoxes % 2",
+        0,
+        "in flight|race|hangs",
+    ),
+    "warpgroup tiles: a residual over a second result": (
+        check_warpgroup_pre,
+        "device/warpgroup_tiles.cuh",
+        "store_bulk_wait_read<0>();",
+        "",
+        0,
+        "copy|race",
     ),
     "warpgroup tiles: results without a swizzle": (
         check_warpgroup_tiles,
