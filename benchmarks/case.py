@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -169,8 +169,10 @@ def run_on_gpu(
     sets = [case.arrays("cupy", i) for i in range(count)]
     # A large product's speed is quoted as libraries quote theirs, of single calls; what waits for
     # memory is measured as a model does it, one after the other.
-    timed = timing.alone if case.compute_bound else timing.in_graph
-    product_ms = cublas_ms(case, sets, repetitions, timed)
+    product = cublas_run(case, sets)
+    product_ms = None
+    if product is not None and not case.compute_bound:
+        product_ms = timing.in_graph(product, count, repetitions=repetitions).median
     for engine in engines:
         if engine not in ("unfused", "fused"):
             continue
@@ -184,7 +186,11 @@ def run_on_gpu(
             run(0)
         plain = timing.plain(run, count, repetitions=repetitions)
         graph = timing.in_graph(run, count, repetitions=repetitions)
-        alone = timing.alone(run, count, repetitions=repetitions)
+        if product is not None and case.compute_bound:
+            alone, beside = timing.alone_in_turn([run, product], count, repetitions=repetitions)
+            product_ms = beside.median
+        else:
+            alone = timing.alone(run, count, repetitions=repetitions)
         quoted = alone if case.compute_bound else graph
         ms = quoted.median
         memory_bound = not case.compute_bound
@@ -255,10 +261,8 @@ def double(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float64)
 
 
-def cublas_ms(
-    case: Case, sets: list[Arrays], repetitions: int, timed: Callable[..., timing.Timing]
-) -> float | None:
-    """Time the bare product by cuBLAS; None where CuPy finds no cuBLAS."""
+def cublas_run(case: Case, sets: list[Arrays]) -> timing.Run | None:
+    """Return what runs the bare product by cuBLAS; None where CuPy finds no cuBLAS."""
     try:
         case.cublas(sets[0])
     except ImportError:
@@ -267,7 +271,7 @@ def cublas_ms(
     def run(i: int) -> None:
         case.cublas(sets[i])
 
-    return timed(run, len(sets), repetitions=repetitions).median
+    return run
 
 
 def _size(spec: tuple[tuple[int, ...], Any]) -> int:

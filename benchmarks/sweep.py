@@ -21,7 +21,7 @@ import numpy as np
 
 from cufuse import config, device, tiles
 from cufuse.benchmarks import timing, verify
-from cufuse.benchmarks.case import Case, cublas_ms
+from cufuse.benchmarks.case import Case, cublas_run
 from cufuse.benchmarks.catalogue import cases
 from cufuse.benchmarks.rows import SWEEP, Row
 from cufuse.tiles import Target, WarpgroupTile
@@ -187,7 +187,10 @@ class Sweep:
         count = timing.sets_beyond_l2(case.needed_bytes)
         sets = [case.arrays(self.kind, i) for i in range(count)]
         host = {name: verify.to_numpy(sets[0][name]) for name in case.inputs()}
-        base_ms = cublas_ms(case, sets, self.repetitions, timing.alone)
+        product = cublas_run(case, sets)
+        base_ms = None
+        if product is not None:
+            base_ms = timing.alone(product, count, repetitions=self.repetitions).median
         m, n, k = case.sizes
         chosen = tiles.choose(self.op, self.target, m, n, k, case.dtype)
         tried: list[tiles.Tile] = list(dict.fromkeys((*self._tried(case), chosen)))

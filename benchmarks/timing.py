@@ -14,7 +14,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,28 +97,38 @@ def alone(run: Run, sets: int, *, repetitions: int = 5) -> Timing:
 
     Returns a sample a call, 9 a repetition; their median is what to quote.
     """
+    return alone_in_turn([run], sets, repetitions=repetitions)[0]
+
+
+def alone_in_turn(runs: Sequence[Run], sets: int, *, repetitions: int = 5) -> list[Timing]:
+    """Time single calls as `alone` does, of several in turn: all meet the same clocks.
+
+    What a GPU did before decides what power lets it do. Returns a timing for each run.
+    """
     cuda = device.require_cupy().cuda
     stream = cuda.get_current_stream()
     pause(0)
-    run(0)
     host = []
-    for i in range(_CALLS_ALONE):
-        stream.synchronize()
-        started = time.perf_counter()
-        run(i % sets)
-        host.append(time.perf_counter() - started)
+    for run in runs:
+        run(0)
+        for i in range(_CALLS_ALONE):
+            stream.synchronize()
+            started = time.perf_counter()
+            run(i % sets)
+            host.append(time.perf_counter() - started)
     seconds = max(_PAUSE_SECONDS, 2 * statistics.median(host))
-    samples = []
+    samples: list[list[float]] = [[] for _ in runs]
     for i in range(_CALLS_ALONE * repetitions):
-        stream.synchronize()
-        begin, end = cuda.Event(), cuda.Event()
-        pause(seconds)
-        begin.record(stream)
-        run(i % sets)
-        end.record(stream)
-        end.synchronize()
-        samples.append(cuda.get_elapsed_time(begin, end))
-    return Timing(tuple(samples))
+        for run, found in zip(runs, samples, strict=True):
+            stream.synchronize()
+            begin, end = cuda.Event(), cuda.Event()
+            pause(seconds)
+            begin.record(stream)
+            run(i % sets)
+            end.record(stream)
+            end.synchronize()
+            found.append(cuda.get_elapsed_time(begin, end))
+    return [Timing(tuple(found)) for found in samples]
 
 
 def pause(seconds: float) -> None:

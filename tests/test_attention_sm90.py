@@ -256,7 +256,7 @@ def test_growing_logits_on_the_gpu(to_gpu, rng, head_dim, dtype):
     q, k, v = make(rng, dtype, 1, 1000, 1000, 4, 2, head_dim)
     k *= np.linspace(40, 0.1, 1000)[None, :, None, None].astype(dtype)
     check_rows(rng, to_gpu, q, k, v)
-    k[:, 0] *= dtype(10)
+    k[:, 0] *= np.array(10, dtype)
     check_rows(rng, to_gpu, q, k, v)
 
 

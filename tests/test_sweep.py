@@ -173,7 +173,7 @@ def on_twin(monkeypatch):
     """A sweep of three tiles on the twin, as on an sm_90a of few SMs, timed by a rule."""
     monkeypatch.setattr(tiles, "TWIN", replace(HOPPER, sm_count=4))
     monkeypatch.setattr(sweep, "_compile", lambda *_: None)
-    monkeypatch.setattr(sweep, "cublas_ms", lambda *_: None)
+    monkeypatch.setattr(sweep, "cublas_run", lambda *_: None)
     monkeypatch.setattr(timing, "sets_beyond_l2", lambda _: 2)
     timed = []
 
