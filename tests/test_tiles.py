@@ -108,7 +108,7 @@ def test_tiles_are_frozen():
         (16, 4096, 4096, (16, 64, 1, 1)),
         (16, 1024, 4096, (16, 64, 1, 4)),
         (8, 4096, 4096, (8, 64, 1, 1)),
-        (1, 14336, 4096, (8, 128, 1, 1)),
+        (2, 14336, 4096, (8, 128, 1, 1)),
     ],
 )
 def test_warpgroups_take_the_tile_that_was_fastest(m, n, k, wanted):
@@ -118,8 +118,9 @@ def test_warpgroups_take_the_tile_that_was_fastest(m, n, k, wanted):
     assert tile.launch_shape(Target("90a", 132, 227 * 1024), m, n, 2).grid[0] <= 132
 
 
-def test_few_rows_of_a_small_weight_or_with_a_norm_are_rows():
+def test_one_row_and_few_of_a_small_weight_or_with_a_norm_are_rows():
     target = Target("90a", 132, 227 * 1024)
-    assert isinstance(tiles.choose("linear", target, 1, 1024, 4096, bfloat16), tiles.RowsTile)
-    tile = tiles.choose("linear", target, 1, 4096, 4096, bfloat16, norm=True)
+    assert isinstance(tiles.choose("linear", target, 1, 4096, 4096, bfloat16), tiles.RowsTile)
+    assert isinstance(tiles.choose("linear", target, 2, 1024, 4096, bfloat16), tiles.RowsTile)
+    tile = tiles.choose("linear", target, 2, 4096, 4096, bfloat16, norm=True)
     assert isinstance(tile, tiles.RowsTile)

@@ -41,8 +41,8 @@ def gated_linear(
 
     Returns [..., n] in x's dtype; everything up to the one rounding happens in float32 (a product
     above 65504 is infinite in float16; bfloat16 holds it). Up to tiles.MAX_ROWS rows a row's bits
-    do not depend on the others. Raises ValueError for sizes and TypeError for dtypes or mixed
-    libraries.
+    do not depend on the others; on sm_90a, without a norm, they may depend on whether there are
+    any. Raises ValueError for sizes and TypeError for dtypes or mixed libraries.
     """
     is_packed = isinstance(w_gate, Packed)
     if is_packed and not w_gate.gated:

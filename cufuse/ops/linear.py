@@ -38,7 +38,8 @@ def linear(
     out: [..., n], may be residual
 
     Returns [..., n] in x's dtype; everything up to the one rounding happens in float32, and float32
-    is multiplied in float32. Up to tiles.MAX_ROWS rows a row's bits do not depend on the others.
+    is multiplied in float32. Up to tiles.MAX_ROWS rows a row's bits do not depend on the others; on
+    sm_90a, without a norm, they may depend on whether there are any.
     Raises ValueError for sizes and TypeError for dtypes or mixed libraries.
     """
     bound = checks.bind(
