@@ -9,8 +9,8 @@
 //
 // Every sum runs over K in ascending steps into one accumulator, as in device/tile_matmul.cuh, or
 // into kChains in turn; with kSplit the CTAs of a cluster have equal parts of K. Such sums are
-// added up in ascending order. Pairs of CTAs that share weights by multicast were no faster (H200,
-// bfloat16, 4096 x 14336 x 4096: 632 us instead of 629).
+// added up in ascending order. Pairs of CTAs that shared their rows of x by multicast were no
+// faster (H200, bfloat16, back to back, 4096 x 2048 x 8192: 176.0 us instead of 174.9).
 #pragma once
 
 #include "device/activation.cuh"
