@@ -357,9 +357,9 @@ def _choose(
     if takes and forced is not None and forced.fits(target, k):
         return forced
     if m <= MAX_ROWS:
-        # A warp for each weight row keeps more of the GPU busy where they are few, and is faster for
-        # one row of x: 10.0 us instead of 11.1 for 4096 x 4096, 53.8 instead of 61.5 for a gate and
-        # its up of 14336 x 4096 (H200, back to back).
+        # A warp for each weight row keeps more of the GPU busy where they are few, and is faster
+        # for one row of x: 10.0 us instead of 11.1 for 4096 x 4096, 53.8 instead of 61.5 for a gate
+        # and its up of 14336 x 4096 (H200, back to back).
         busy = -(-n_weight_rows // 64) * 8 >= target.sm_count * 3
         if takes and busy and m > 1 and not norm:
             tile = _fastest(_WARPGROUPS_OF_FEW, target, m, n_weight_rows, k)
