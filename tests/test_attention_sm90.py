@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import assert_close, poisoned, to_numpy
-from graph_nodes import launched
+from graph_nodes import node_names, repeated
 from test_attention import exact, make
 
 from cufuse import device, jit, ops, tiles
@@ -292,23 +292,8 @@ def test_a_captured_attention_follows_the_start(to_gpu, rng, head_dim, q_len, kv
     def work():
         ops.attention(*moved, start=start, out=out, stream=stream)
 
-    cupy.cuda.runtime.deviceSynchronize()
-    results = set()
-    for _ in range(3):
-        work()
-        stream.synchronize()
-        results.add(to_numpy(out).tobytes())
-    assert launched(work, stream) == [KERNEL]
-    stream.begin_capture()
-    work()
-    graph = stream.end_capture()
-    for _ in range(3):
-        out.view(np.uint16)[...] = 0x7FC0
-        cupy.cuda.runtime.deviceSynchronize()
-        graph.launch(stream)
-        stream.synchronize()
-        results.add(to_numpy(out).tobytes())
-    assert len(results) == 1
+    graph, results = repeated(work, stream, out)
+    assert node_names(graph.graph) == [KERNEL] and len(results) == 1
     start[...] = 0
     cupy.cuda.runtime.deviceSynchronize()
     graph.launch(stream)

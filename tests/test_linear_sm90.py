@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 from conftest import assert_close, poisoned, to_numpy
-from graph_nodes import launched
+from graph_nodes import node_names, repeated
 
 from cufuse import device, jit, ops, reference, tensor_map, tiles
 from cufuse.device import bfloat16
@@ -456,20 +456,5 @@ def test_a_captured_product_has_the_same_bits(on_gpu, rng, m, n, k, packed):
             a["x"], w, a["b"], activation="gelu", residual=a["residual"], out=out, stream=stream
         )
 
-    cupy.cuda.runtime.deviceSynchronize()
-    results = set()
-    for _ in range(3):
-        work()
-        stream.synchronize()
-        results.add(to_numpy(out).tobytes())
-    assert launched(work, stream) == ["linear_warpgroups"]
-    stream.begin_capture()
-    work()
-    graph = stream.end_capture()
-    for _ in range(3):
-        out.view(np.uint16)[...] = 0
-        cupy.cuda.runtime.deviceSynchronize()
-        graph.launch(stream)
-        stream.synchronize()
-        results.add(to_numpy(out).tobytes())
-    assert len(results) == 1
+    graph, results = repeated(work, stream, out)
+    assert node_names(graph.graph) == ["linear_warpgroups"] and len(results) == 1

@@ -601,27 +601,12 @@ CUFUSE_DEVICE void copy_tensor(
       : "memory");
 }
 
-// Copy a box from shared memory to the place `at`, but for what lies outside of the array. Groups
-// and fences as for `store_bulk`.
+// Copy a box of a matrix from shared memory, but for what lies outside of it. Groups and fences as
+// for `store_bulk`.
 CUFUSE_DEVICE void store_tensor(const TensorMap& map, const void* shared, int column, int row) {
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
       "r"(column), "r"(row), "r"(shared_address(shared))
-      : "memory");
-}
-CUFUSE_DEVICE void store_tensor(
-    const TensorMap& map, const void* shared, int at0, int at1, int at2) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map),
-      "r"(at0), "r"(at1), "r"(at2), "r"(shared_address(shared))
-      : "memory");
-}
-CUFUSE_DEVICE void store_tensor(
-    const TensorMap& map, const void* shared, int at0, int at1, int at2, int at3) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
-          &map),
-      "r"(at0), "r"(at1), "r"(at2), "r"(at3), "r"(shared_address(shared))
       : "memory");
 }
 
@@ -830,8 +815,6 @@ CUFUSE_DEVICE void mma_m16n8k32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-constexpr bool kHasWgmma = true;
-
 // A number as PTX writes it.
 template <int kN, char... kTail>
 struct NumberPtx : NumberPtx<kN / 10, '0' + kN % 10, kTail...> {};
@@ -985,11 +968,9 @@ CUFUSE_DEVICE void wgmma_wait(Sums&... sums) {
 
 #else
 
-constexpr bool kHasWgmma = false;
-
 template <typename T, Major kMajorA = Major::k, Major kMajorB = Major::k, int kSums, typename A>
 CUFUSE_DEVICE void wgmma(float (&)[kSums], const A&, u64, bool) {
-  static_assert(sizeof(T) == 0, "wgmma is an instruction of sm_90a alone: ask kHasWgmma first");
+  static_assert(sizeof(T) == 0, "wgmma is an instruction of sm_90a alone");
 }
 template <typename... Registers>
 CUFUSE_DEVICE void wgmma_fence(Registers&...) {}

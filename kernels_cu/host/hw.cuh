@@ -716,8 +716,6 @@ void mma_m16n8k32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 
 // ---- tensor cores of sm_90a
 
-constexpr bool kHasWgmma = true;
-
 template <typename T, int kSums>
 inline void wgmma_product(float (&d)[kSums],
                           const u32* a,

@@ -1,5 +1,5 @@
 // Does nothing for a while: what is enqueued behind it meanwhile starts without waiting for the
-// host, on a GPU that has rested. For benchmarks.
+// host. For benchmarks.
 // instantiate: pause
 #include "device/hw.cuh"
 
