@@ -24,9 +24,10 @@ def value_at(i: int, seed: int, stream: int, half_width: float, center: float) -
     """One number in plain Python, written apart from the vectorised code."""
     first, second = counter.hash_key(seed, stream, i >> 32)
     x = (i & 0xFFFFFFFF) ^ first
-    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
-    x = ((x ^ x >> 15) + second) * 0x846CA68B & 0xFFFFFFFF
-    x ^= x >> 16
+    x = (x ^ x >> 17) * 0xED5AD4BB & 0xFFFFFFFF
+    x = ((x ^ x >> 11) + second) * 0xAC4C1B51 & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x31848BAB & 0xFFFFFFFF
+    x ^= x >> 14
     step = np.float32(half_width) * np.float32(2.0**-23)
     return np.float32((x >> 8) - (1 << 23)) * step + np.float32(center)
 

@@ -167,15 +167,29 @@ def test_frequencies_of_the_kernels_are_the_probabilities(to_kernels, rng, optio
 
 
 def check_frequencies(ids, scaled, kept):
-    """Chi-square below five deviations over its mean."""
+    """Chi-square below what one fair series of draws in ten million exceeds.
+
+    The bound is that of Laurent and Massart (2000), lemma 1.
+    """
     kept = sorted(kept)
     assert set(ids.tolist()) <= set(kept)
     p = np.exp(scaled[kept].astype(np.float64))
     wanted = p / p.sum() * len(ids)
     counts = np.array([(ids == i).sum() for i in kept])
     chi_square = ((counts - wanted) ** 2 / wanted).sum()
-    freedom = len(kept) - 1
-    assert chi_square < freedom + 5 * np.sqrt(2 * freedom) + 5
+    freedom, tail = len(kept) - 1, np.log(1e7)
+    assert chi_square < freedom + 2 * np.sqrt(freedom * tail) + 2 * tail
+
+
+@pytest.mark.parametrize(("i", "j"), [(0, 1), (1, 2), (3, 4), (0, 7), (127, 128), (5, 1000)])
+def test_words_of_one_key_are_independent(rng, i, j):
+    """Count pairs of words by their first five bits, over random keys."""
+    draws, cells = 1 << 22, 1 << 10
+    keys = rng.integers(2**32, size=(2, draws), dtype=np.uint32)
+    a, b = (hash_word(np.uint32(id_), keys) >> np.uint32(27) for id_ in (i, j))
+    counts = np.bincount(a << np.uint32(5) | b, minlength=cells)
+    chi_square = ((counts - draws / cells) ** 2 / (draws / cells)).sum()
+    assert abs(chi_square - cells) < 7 * np.sqrt(2 * cells)
 
 
 def test_draws_over_steps_are_independent(rng):

@@ -28,14 +28,17 @@ def hash_key(seed: int, stream: int, block: int) -> tuple[int, int]:
 def hash_word(i: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     """Return 32 random bits for each uint32 counter."""
     x = i ^ np.uint32(key[0])
-    shifted = x >> np.uint32(16)
+    shifted = x >> np.uint32(17)
     x ^= shifted
-    x *= np.uint32(0x7FEB352D)
-    np.right_shift(x, np.uint32(15), out=shifted)
+    x *= np.uint32(0xED5AD4BB)
+    np.right_shift(x, np.uint32(11), out=shifted)
     x ^= shifted
     x += np.uint32(key[1])
-    x *= np.uint32(0x846CA68B)
-    np.right_shift(x, np.uint32(16), out=shifted)
+    x *= np.uint32(0xAC4C1B51)
+    np.right_shift(x, np.uint32(15), out=shifted)
+    x ^= shifted
+    x *= np.uint32(0x31848BAB)
+    np.right_shift(x, np.uint32(14), out=shifted)
     x ^= shifted
     return x
 
