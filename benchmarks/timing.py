@@ -22,7 +22,7 @@ from cufuse import device, jit
 
 Run = Callable[[int], Any]  # runs once, on the given set of inputs
 
-_PAUSE_SECONDS = 1e-4  # before a call that is timed alone, at least
+_PAUSE_SECONDS = 1e-3  # before a call that is timed alone, at least: Python is slow at times
 _CALLS_ALONE = 9  # a repetition
 
 
