@@ -38,6 +38,14 @@ struct LaunchBlock {
 };
 static_assert(sizeof(LaunchBlock) <= Deadline::kBytes, "the ring comes behind it");
 
+// The experts of the layer that this CTA is in. The filler chooses them, and the finisher reads
+// them before anybody can know the logits of the next layer.
+template <typename Shape>
+CUFUSE_DEVICE Choice<typename Shape::Mlp>& choice_here() {
+  return *reinterpret_cast<Choice<typename Shape::Mlp>*>(dynamic_shared<unsigned char>() +
+                                                         Shape::kChoiceAt);
+}
+
 // By one thread, before the first barrier.
 template <typename Shape>
 CUFUSE_DEVICE void begin_launch(const DecodeArgs<typename Shape::T>& args) {
@@ -51,6 +59,7 @@ CUFUSE_DEVICE void begin_launch(const DecodeArgs<typename Shape::T>& args) {
     mbarrier_init(reinterpret_cast<u64*>(dynamic_shared<unsigned char>() + Shape::kSumsReadAt) + i,
                   1);
   }
+  if constexpr (Shape::Mlp::kRoutes) mbarrier_init(&choice_here<Shape>().made, 1);
   Ring<typename Shape::Ring, Shape::kRingAt>::init();
 }
 
@@ -59,6 +68,7 @@ CUFUSE_DEVICE void begin_launch(const DecodeArgs<typename Shape::T>& args) {
 template <typename Shape, RoleId kRole>
 struct Role {
   using T = typename Shape::T;
+  static constexpr bool kRoutes = Shape::Mlp::kRoutes;
   const DecodeArgs<T>& args;
   Tracer<Shape::kTrace> tracer;
   int turn = 0;
@@ -99,6 +109,19 @@ struct Role {
     const bool windowed = args.window > 0 && layer % args.window_every == 0;
     return block().splits[windowed ? 1 : 0];
   }
+
+  // Of a mixture: whether a layer has one MLP, how many before it have, and how many have experts.
+  CUFUSE_DEVICE bool is_dense(int layer) const {
+    if constexpr (Shape::Mlp::kDense == 0) return false;
+    return (layer < 64 ? args.dense_low >> layer : args.dense_high >> (layer - 64)) & 1;
+  }
+  CUFUSE_DEVICE int dense_before(int layer) const {
+    if constexpr (Shape::Mlp::kDense == 0) return 0;
+    const u64 low = layer < 64 ? args.dense_low & ((1ull << layer) - 1) : args.dense_low;
+    const u64 high = layer <= 64 ? 0 : args.dense_high & ((1ull << (layer - 64)) - 1);
+    return __popcll(low) + __popcll(high);
+  }
+  CUFUSE_DEVICE int experts_before(int layer) const { return layer - dense_before(layer); }
 
   // Of this token.
   CUFUSE_DEVICE T* logits() const {

@@ -526,6 +526,11 @@ inline void copy_tensor(void* shared, const TensorMap& map, u64* barrier, Coordi
   host::tensor_load(shared, map, coordinates, sizeof...(at), barrier);
 }
 template <typename... Coordinates>
+inline void copy_tensor_hinted(
+    void* shared, const TensorMap& map, u64* barrier, u64, Coordinates... at) {
+  copy_tensor(shared, map, barrier, at...);
+}
+template <typename... Coordinates>
 inline void store_tensor(const TensorMap& map, const void* shared, Coordinates... at) {
   const int coordinates[] = {at...};
   host::tensor_store(map, coordinates, sizeof...(at), shared);
