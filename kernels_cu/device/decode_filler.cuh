@@ -10,7 +10,7 @@ struct Filler : Role<Shape, kFillerRole> {
   using T = typename Shape::T;
   using Mlp = typename Shape::Mlp;
   RingFiller<typename Shape::Ring, Shape::kRingAt> filler;
-  u32 chosen_tag = 0;  // of the layer whose experts are chosen
+  u32 chosen_tag = 0, choices = 0;  // of the layer whose experts are chosen; how many were
 
   CUFUSE_DEVICE explicit Filler(const DecodeArgs<T>& args) : Role<Shape, kFillerRole>(args) {}
 
@@ -282,6 +282,8 @@ struct Filler : Role<Shape, kFillerRole> {
     __syncwarp();
     this->tracer.waited(kWaitingForActivations, since, this->tracer.now());
     auto& choice = choice_here<Shape>();
+    if (choices > 0) wait_for(&choice.read, (choices - 1) & 1);
+    ++choices;
     const i64 mixtures = this->experts_before(layer);
     chooser.choose(
         Mlp::kCorrects ? this->args.router_correction + mixtures * Mlp::kExperts : nullptr,

@@ -12,7 +12,8 @@ struct Finisher : Role<Shape, kFinisherRole> {
   using Mlp = typename Shape::Mlp;
   u32 panels_done = 0;
   u64 best_rank = 0;
-  u32 chosen_tag = 0, choices = 0;  // of the layer whose experts are known; how many were
+  u32 chosen_tag = 0;                 // of the layer whose experts are known
+  u32 choices = 0, choices_left = 0;  // how many were, and of how many nothing is needed any more
 
   CUFUSE_DEVICE explicit Finisher(const DecodeArgs<T>& args) : Role<Shape, kFinisherRole>(args) {}
 
@@ -22,7 +23,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
     panels<Shape::kQkvPanels, typename Shape::template Panel<Shape::kDim>, true>([&](int row) {
       const float b = bias && row < Shape::kQkvDim ? to_float(bias[row]) : 0.0f;
       const Outlet outlet(words, row, Shape::kQkvDim, this->tag(layer));
-      return [=, this](float sum) {
+      return [=](float sum) {
         const float value = bias ? sum + b : sum;
         outlet.hand_on(value);
         if constexpr (Shape::kFullNorm) add_squares(row, value, layer);
@@ -71,6 +72,11 @@ struct Finisher : Role<Shape, kFinisherRole> {
   CUFUSE_DEVICE void router(int layer) {
     const T* bias = offset(this->args.router_bias,
                            static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts);
+    if (choices_left != choices) {
+      choices_left = choices;
+      __syncwarp();
+      if (lane_here() == 0) mbarrier_arrive(&choice_here<Shape>().read);
+    }
     u64* words = this->words(Shape::kLogits);
     const u32 tag = this->tag(layer);
     panels<Shape::kRouterPanels, typename Shape::RouterPanel, true>([&](int row) {

@@ -59,7 +59,10 @@ CUFUSE_DEVICE void begin_launch(const DecodeArgs<typename Shape::T>& args) {
     mbarrier_init(reinterpret_cast<u64*>(dynamic_shared<unsigned char>() + Shape::kSumsReadAt) + i,
                   1);
   }
-  if constexpr (Shape::Mlp::kRoutes) mbarrier_init(&choice_here<Shape>().made, 1);
+  if constexpr (Shape::Mlp::kRoutes) {
+    mbarrier_init(&choice_here<Shape>().made, 1);
+    mbarrier_init(&choice_here<Shape>().read, 1);
+  }
   Ring<typename Shape::Ring, Shape::kRingAt>::init();
 }
 

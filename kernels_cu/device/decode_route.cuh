@@ -55,6 +55,7 @@ struct Mixture {
 template <typename Mlp>
 struct Choice {
   u64 made;  // an mbarrier: a phase for each layer of which this CTA asks
+  u64 read;  // another: the finisher needs it no more
   int expert[Mlp::kTop > 0 ? Mlp::kTop : 1];
   float weight[Mlp::kTop > 0 ? Mlp::kTop : 1];
   float shared_weight;

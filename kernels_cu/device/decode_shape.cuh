@@ -116,9 +116,6 @@ constexpr int kControlWords = 32;
 // CTA looks at all of them.
 enum class Draw { plain, filtered };
 
-// A norm of queries and keys: of each head, or of all heads at once.
-enum class QkNorm { none, head, full };
-
 // Which word of a vector a CTA waits for before all its threads look at theirs: later the last one
 // keeps more of them from looking in vain, the first one gives them a start.
 enum class Probe { first, last };

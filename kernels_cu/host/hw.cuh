@@ -78,6 +78,7 @@ inline float __int_as_float(int v) { return __uint_as_float(static_cast<unsigned
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __log2f(float v) { return std::log2(v); }
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __clz(int v) { return v ? __builtin_clz(static_cast<unsigned>(v)) : 32; }
