@@ -398,6 +398,9 @@ def _gpt_oss(keys: _Keys) -> dict[str, Any]:
 
 
 def _experts(keys: _Keys, count: str, *, hidden: str) -> dict[str, Any]:
+    # Files of transformers 5 call num_experts num_local_experts, whatever the family.
+    if keys.get(count) is None and keys.get("num_local_experts") is not None:
+        count = "num_local_experts"
     made = {
         "hidden_dim": keys.size(hidden),
         "n_experts": keys.size(count),
