@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import relative_error, to_numpy
+from safetensors.numpy import load_file
 
 import cufuse
 from cufuse import checkpoint, config, device, engines, ops
@@ -67,6 +68,27 @@ def test_what_the_folders_say():
     preset = config.preset("gpt-oss-20b")
     same = ("norm_rounding", "swiglu_alpha", "norm_eps", "qkv_bias", "output_bias", "rope_theta")
     assert [getattr(oss, name) for name in same] == [getattr(preset, name) for name in same]
+
+
+def test_rows_of_gate_and_up_take_turns():
+    stored = load_file(GOLDENS / "gpt_oss" / "model.safetensors")
+    loaded = checkpoint.load(GOLDENS / "gpt_oss", dtype=device.bfloat16)
+    for i, layer in enumerate(loaded.weights.layers):
+        at = f"model.layers.{i}."
+        both, bias = (stored[f"{at}mlp.experts.gate_up_proj{end}"] for end in ("", "_bias"))
+        down = stored[f"{at}mlp.experts.down_proj"]
+        for got, wanted in (
+            (layer.gate, both[:, :, 0::2].swapaxes(1, 2)),
+            (layer.up, both[:, :, 1::2].swapaxes(1, 2)),
+            (layer.gate_bias, bias[:, 0::2]),
+            (layer.up_bias, bias[:, 1::2]),
+            (layer.down, down.swapaxes(1, 2)),
+            (layer.down_bias, stored[f"{at}mlp.experts.down_proj_bias"]),
+            (layer.router, stored[f"{at}mlp.router.weight"]),
+            (layer.router_bias, stored[f"{at}mlp.router.bias"]),
+            (layer.sinks, stored[f"{at}self_attn.sinks"]),
+        ):
+            np.testing.assert_array_equal(got, wanted)
 
 
 V3 = {"router": "sigmoid_topk", "groups": 8, "top_groups": 3}
