@@ -1001,8 +1001,7 @@ def test_sliding_windows(tmp_path, rng, family, changes, wanted):
             "linear_at",
         ),
         ("olmoe", {"clip_qkv": 8.0}, "sets clip_qkv = 8.0"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers other than \[\]"),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ("olmoe", {"shared_expert_intermediate_size": 8}, "sets shared_expert_intermediate_size"),
     ],
 )
 def test_unsupported_features(tmp_path, rng, family, changes, text):
@@ -1025,6 +1024,42 @@ def test_unsupported_features(tmp_path, rng, family, changes, text):
 def test_broken_config(tmp_path, rng, changes, text):
     with pytest.raises(ValueError, match=text):
         read(tmp_path, rng, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, ()),
+        ({"mlp_only_layers": None, "decoder_sparse_step": None}, ()),
+        ({"mlp_only_layers": [0, 7]}, (0,)),
+        ({"decoder_sparse_step": 2}, (0,)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, (0, 1)),
+    ],
+)
+def test_dense_layers_of_a_mixture(tmp_path, rng, changes, wanted):
+    made = read(tmp_path, rng, "qwen3_moe", **changes)
+    assert (made.dense_layers, made.dense_hidden_dim) == (wanted, HIDDEN if wanted else 0)
+    assert made.hidden_dim == 48
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"mlp_only_layers": 1}, "mlp_only_layers is 1, wanted layer numbers"),
+        ({"mlp_only_layers": ["a"]}, r"mlp_only_layers is \['a'\], wanted layer numbers"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0, wanted a positive integer"),
+        ({"num_experts_per_tok": 4}, "num_experts_per_tok is 4 of 3 experts"),
+        ({"num_experts": None}, "num_experts is missing"),
+    ],
+)
+def test_broken_config_of_a_mixture(tmp_path, rng, changes, text):
+    with pytest.raises(ValueError, match=text):
+        read(tmp_path, rng, "qwen3_moe", **changes)
+
+
+def test_experts_are_counted_by_either_name(tmp_path, rng):
+    made = read(tmp_path, rng, "qwen3_moe", num_experts=None, num_local_experts=3)
+    assert made.n_experts == 3
 
 
 def test_broken_folders(tmp_path, rng):

@@ -155,7 +155,6 @@ _LAYER_NAMES = {
     "out": "attn_output.weight",
     "out_bias": "attn_output.bias",
     "mlp_norm": "ffn_norm.weight",
-    "router": "ffn_gate_inp.weight",
     "gate": "ffn_gate.weight",
     "gate_bias": "ffn_gate.bias",
     "up": "ffn_up.weight",
@@ -163,7 +162,8 @@ _LAYER_NAMES = {
     "down": "ffn_down.weight",
     "down_bias": "ffn_down.bias",
 }
-_EXPERT_NAMES = _LAYER_NAMES | {
+_EXPERT_NAMES = {
+    "router": "ffn_gate_inp.weight",
     "gate": "ffn_gate_exps.weight",
     "up": "ffn_up_exps.weight",
     "down": "ffn_down_exps.weight",
@@ -314,8 +314,7 @@ def _rope_scaling(file: GgufFile, get: Callable[..., Any], rotary_dim: int) -> R
 
 def read_plan(config: Config) -> Plan:
     """Name the tensors of a `llama` model. Rows of q and k are stored for interleaved rotation."""
-    layer_names = _EXPERT_NAMES if config.n_experts else _LAYER_NAMES
-    plan = decoder_plan(config, _NAMES, layer_names, "blk.{layer}.")
+    plan = decoder_plan(config, _NAMES, _LAYER_NAMES, "blk.{layer}.", _EXPERT_NAMES)
     for array, parts in plan.items():
         if array.endswith((".qkv", ".qkv_bias")):
             query, key, value = parts
