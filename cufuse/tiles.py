@@ -531,6 +531,7 @@ class DecodeTile:
     copies: str  # "bulk" or "async"
     split_chunks: int  # chunks of the cache that one split takes
     value_slices: int = 4  # copies that the values of a chunk come by
+    prefetch_pieces: int = 0  # of 8 KB that a CTA sends to L2 while it waits for a router
     probe: str = "last"  # word of a vector that a CTA waits for before all threads look: or "first"
 
 

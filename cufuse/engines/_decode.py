@@ -268,6 +268,7 @@ def launch(
         "n_tokens": n_tokens if phase in (None, "head") else 0,
         "n_given": tokens.size,
         "layer": layer,
+        "prefetch_pieces": tile.prefetch_pieces,
         "all_logits": int(all_logits),
         "capacity": state.all_keys.shape[3],
         "window": c.window or 0,

@@ -258,6 +258,30 @@ struct Filler : Role<Shape, kFillerRole> {
     }
   }
 
+  // A piece of the weights that come after this layer's, to L2; all CTAs' pieces lie side by side.
+  CUFUSE_DEVICE void prefetch(int layer, int piece) const {
+#if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
+    constexpr i64 kPiece = 8192;
+    if (lane_here() != 0 || piece >= this->args.prefetch_pieces) return;
+    const T* source = this->args.head;
+    i64 bytes = Shape::template Panel<Shape::kDim>::kBytes * Shape::kHeadPanels;
+    i64 at = (static_cast<i64>(piece) * Shape::kCtas + blockIdx.x) * kPiece;
+    if (layer + 1 < Shape::kLayers) {
+      constexpr i64 kQkv = Shape::template Panel<Shape::kDim>::kBytes * Shape::kQkvPanels;
+      constexpr i64 kOut = Shape::template Panel<Shape::kQDim>::kBytes * Shape::kOutPanels;
+      const bool is_qkv = at < kQkv;
+      bytes = is_qkv ? kQkv : kOut;
+      source = is_qkv ? this->args.qkv : this->args.out;
+      if (!is_qkv) at -= (kQkv + kPiece - 1) / kPiece * kPiece;
+      source += (layer + 1) * (bytes / static_cast<i64>(sizeof(T)));
+    }
+    const i64 size = bytes - at < kPiece ? bytes - at : kPiece;
+    if (at >= 0 && size > 0) {
+      prefetch_bulk(reinterpret_cast<const unsigned char*>(source) + at, static_cast<u32>(size));
+    }
+#endif
+  }
+
   // The experts of a layer, when the router's logits are there.
   CUFUSE_DEVICE void choose(int layer) {
     using Choose = Chooser<Mlp>;
@@ -265,21 +289,24 @@ struct Filler : Role<Shape, kFillerRole> {
     if (chosen_tag == tag) return;
     chosen_tag = tag;
     const u32 since = this->tracer.now();
-    const u64* words = this->words(Shape::kLogits);
+    const u64* words = this->words(Shape::kLogits) + Choose::expert(0);
     Choose chooser;
-    u64 seen[Choose::kMine];
+    // Meanwhile memory would have nothing to do.
+    for (int pieces = 0;; ++pieces) {
+      u64 seen[Choose::kMine];
 #pragma unroll
-    for (int i = 0; i < Choose::kMine; ++i) {
-      if (Choose::has(i)) seen[i] = look(words + Choose::expert(i));
-    }
-#pragma unroll
-    for (int i = 0; i < Choose::kMine; ++i) {
-      chooser.logits[i] = 0.0f;
-      if (Choose::has(i)) {
-        chooser.logits[i] = __uint_as_float(settle(seen[i], words + Choose::expert(i), tag));
+      for (int i = 0; i < Choose::kMine; ++i) {
+        if (Choose::has(i)) seen[i] = look(words + i);
       }
+      bool there = true;
+#pragma unroll
+      for (int i = 0; i < Choose::kMine; ++i) {
+        there = there && (!Choose::has(i) || has_tag(seen[i], tag));
+        chooser.logits[i] = Choose::has(i) ? __uint_as_float(static_cast<u32>(seen[i])) : 0.0f;
+      }
+      if (__all_sync(kFullMask, there) || __any_sync(kFullMask, is_over())) break;
+      prefetch(layer, pieces);
     }
-    __syncwarp();
     this->tracer.waited(kWaitingForActivations, since, this->tracer.now());
     auto& choice = choice_here<Shape>();
     if (choices > 0) wait_for(&choice.read, (choices - 1) & 1);
@@ -289,7 +316,7 @@ struct Filler : Role<Shape, kFillerRole> {
         Mlp::kCorrects ? this->args.router_correction + mixtures * Mlp::kExperts : nullptr,
         this->args.routed_scale, choice);
     if (Mlp::kSharedGated && lane_here() == 0) {
-      const u64* word = words + Mlp::kExperts;
+      const u64* word = this->words(Shape::kLogits) + Mlp::kExperts;
       choice.shared_weight = sigmoid(__uint_as_float(settle(look(word), word, tag)));
     }
     __syncwarp();

@@ -72,7 +72,8 @@ struct DecodeArgs {
   float mass_scale;
   int n_tokens;  // that have been through the model when the launch ends, 0 if none yet
   int n_given;
-  int layer;  // of a launch that does a part of a step
+  int layer;            // of a launch that does a part of a step
+  int prefetch_pieces;  // of 8 KB that a CTA sends to L2 while it waits for a router
   int all_logits;
   int capacity;      // of the cache, a multiple of 128
   int window;        // 0: none
