@@ -109,7 +109,7 @@ struct Filler : Role<Shape, kFillerRole> {
       return gate_up_place(first + static_cast<i64>(expert) * Shape::kHidden +
                            static_cast<u32>(routed) % Shape::kExpertPanels * 8);
     });
-    if (takes_part && Mlp::kSharedGated) choose(layer);
+    if (takes_part) choose(layer);
   }
   CUFUSE_DEVICE void combine(int layer) {
     using Panel = typename Shape::ExpertsDown;
@@ -291,22 +291,25 @@ struct Filler : Role<Shape, kFillerRole> {
     const u32 since = this->tracer.now();
     const u64* words = this->words(Shape::kLogits) + Choose::expert(0);
     Choose chooser;
-    // Meanwhile memory would have nothing to do.
-    for (int pieces = 0;; ++pieces) {
+    // One word is looked at until it is there, and memory has something to do meanwhile; then all.
+    const u64* last = this->words(Shape::kLogits) + Mlp::kExperts - 1;
+    for (int piece = 0; !has_tag(look(last), tag) && !is_over(); ++piece) prefetch(layer, piece);
+    __syncwarp();
+    for (bool there = false, over = false; !there && !over;) {
+      over = is_over();
       u64 seen[Choose::kMine];
 #pragma unroll
       for (int i = 0; i < Choose::kMine; ++i) {
         if (Choose::has(i)) seen[i] = look(words + i);
       }
-      bool there = true;
+      there = true;
 #pragma unroll
       for (int i = 0; i < Choose::kMine; ++i) {
         there = there && (!Choose::has(i) || has_tag(seen[i], tag));
         chooser.logits[i] = Choose::has(i) ? __uint_as_float(static_cast<u32>(seen[i])) : 0.0f;
       }
-      if (__all_sync(kFullMask, there) || __any_sync(kFullMask, is_over())) break;
-      prefetch(layer, pieces);
     }
+    __syncwarp();
     this->tracer.waited(kWaitingForActivations, since, this->tracer.now());
     auto& choice = choice_here<Shape>();
     if (choices > 0) wait_for(&choice.read, (choices - 1) & 1);

@@ -37,8 +37,9 @@ struct Finisher : Role<Shape, kFinisherRole> {
 
   CUFUSE_DEVICE void output(int layer) {
     // The residual of the first layer is the embedding.
-    const T* embedded =
-        layer == 0 && starts(Shape::kOutPanels) ? this->embedding_row(this->token()) : nullptr;
+    const T* embedded = layer == 0 && this->starts(Shape::kOutPanels)
+                            ? this->embedding_row(this->token())
+                            : nullptr;
     const T* bias = offset(this->args.out_bias, static_cast<i64>(layer) * Shape::kDim);
     add_residual<Shape::kOutPanels, typename Shape::template Panel<Shape::kQDim>>(
         [=](int row) { return to_float(bias[row]); }, bias != nullptr, embedded,
@@ -91,6 +92,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
 
   CUFUSE_DEVICE void experts(int layer) {
     const i64 before = static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts;
+    const bool takes_part = this->starts(Shape::kExpertsPanels);
     gates<Shape::kExpertsPanels, typename Shape::GateUpRows>(layer, [&](int panel) {
       const int routed = panel - Shape::kSharedPanels;
       if (routed >= 0 || Mlp::kSharedGated) await_choice(layer);
@@ -104,10 +106,11 @@ struct Finisher : Role<Shape, kFinisherRole> {
       return Slot{panel * 8, offset(this->args.gate_bias, at), offset(this->args.up_bias, at),
                   choice.weight[slot]};
     });
+    if (takes_part) await_choice(layer);
   }
 
   CUFUSE_DEVICE void combine(int layer) {
-    if (starts(Shape::kDownPanels)) await_choice(layer);
+    if (this->starts(Shape::kDownPanels)) await_choice(layer);
     const T* biases = offset(this->args.down_bias, static_cast<i64>(this->experts_before(layer)) *
                                                        Mlp::kExperts * Shape::kDim);
     add_residual<Shape::kDownPanels, typename Shape::ExpertsDown>(
@@ -215,12 +218,6 @@ struct Finisher : Role<Shape, kFinisherRole> {
   // seen.
   CUFUSE_DEVICE bool stopped() const {
     return load_word<Order::acquire>(this->args.control + kControlFault) != 0;
-  }
-
-  CUFUSE_DEVICE bool starts(int panels) const {
-    int first = static_cast<int>(blockIdx.x) - this->turn;
-    if (first < 0) first += Shape::kCtas;
-    return first < panels;
   }
 
   // For each of this CTA's panels: prepare(row) before its sums are there, and what that returns

@@ -22,6 +22,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   using Ring = cufuse::Ring<typename Shape::Ring, Shape::kRingAt>;
   typename Ring::Cursor cursor;
   int panels_done = 0;
+  u32 chosen_tag = 0, choices = 0;  // of the layer whose experts are chosen; how many were
 
   CUFUSE_DEVICE explicit Multiplier(const DecodeArgs<T>& args)
       : Role<Shape, kMultiplierRole>(args) {}
@@ -93,10 +94,12 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     mlp<Shape::kRouterPanels, typename Shape::RouterPanel>(layer);
   }
   CUFUSE_DEVICE void experts(int layer) {
-    // x is there before the experts' weights are known.
     mlp<Shape::kExpertsPanels, typename Shape::GateUpRows, true>(layer);
   }
-  CUFUSE_DEVICE void combine(int layer) { from_hidden<typename Shape::ExpertsDown>(layer); }
+  CUFUSE_DEVICE void combine(int layer) {
+    if (this->starts(Shape::kDownPanels)) follow_choice(layer);
+    from_hidden<typename Shape::ExpertsDown>(layer);
+  }
 
   CUFUSE_DEVICE void head() {
     const int first = this->take(Shape::kHeadPanels);
@@ -119,11 +122,25 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   CUFUSE_DEVICE void mlp(int layer) {
     const int first = this->take(kPanels);
     if (first >= kPanels) return;
+    // What the experts read is known before their weights are: while those come there is time, and
+    // before they are chosen looks would delay the router's.
+    if constexpr (kGathersFirst) {
+      if (!follow_choice(layer)) wait_for(&choice_here<Shape>().made, (choices - 1) & 1);
+    }
     multiply<kPanels, Panel, kGathersFirst>(first, [&] {
       gather_normalized<Panel>(nullptr, this->words(Shape::kMiddle), this->tag(layer),
                                this->args.mlp_norm + layer * Shape::kDim);
     });
   }
+  // Count the layers whose experts this CTA's filler chooses; whether this one was counted before.
+  CUFUSE_DEVICE bool follow_choice(int layer) {
+    const u32 tag = this->tag(layer);
+    if (chosen_tag == tag) return true;
+    chosen_tag = tag;
+    ++choices;
+    return false;
+  }
+
   // A product with what gates and ups make.
   template <typename Panel>
   CUFUSE_DEVICE void from_hidden(int layer) {

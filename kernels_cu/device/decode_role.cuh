@@ -143,6 +143,13 @@ struct Role {
     return first;
   }
 
+  // Whether this CTA has any of the next phase's tiles.
+  CUFUSE_DEVICE bool starts(int tiles) const {
+    int first = static_cast<int>(blockIdx.x) - turn;
+    if (first < 0) first += Shape::kCtas;
+    return first < tiles;
+  }
+
   // The last of this CTA's tiles. Splits other than the first publish and wait for nothing, so a
   // CTA that goes through its splits from the last to the first never waits for one of its own.
   static CUFUSE_DEVICE int last_of(int first, int tiles) {
