@@ -279,6 +279,12 @@ def _mlp_shapes(c: Config, hidden_dim: int, *, experts: bool) -> dict[str, tuple
     }
 
 
+def dtype_of(name: str, dtype: Any) -> np.dtype:
+    """Return what an array has in a model of that dtype: a router's correction stays float32."""
+    exact = name.endswith("router_correction") and np.dtype(dtype).itemsize < 4
+    return np.dtype(np.float32 if exact else dtype)
+
+
 def assemble(config: Config, arrays: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> Weights:
     """Put arrays named as in `shapes` together; raises ValueError for a missing or wrong one.
 
@@ -338,7 +344,7 @@ def random(
         options: dict[str, Any] = {"seed": seed, "kind": kind, "gpu": gpu}
         return hash_uniform(
             shape,
-            np.float32 if name.endswith("router_correction") else dtype,
+            dtype_of(name, dtype),
             tensor=name,
             half_width=half_width,
             center=center,

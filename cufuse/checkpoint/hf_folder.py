@@ -1,4 +1,4 @@
-"""Folders with config.json and safetensors files: llama, mistral, qwen2, qwen3, MoE and BERT."""
+"""Folders with config.json and safetensors files: llama, mistral, qwen, mixtures and BERT."""
 
 from __future__ import annotations
 

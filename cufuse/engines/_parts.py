@@ -73,7 +73,7 @@ def routing(c: Config, layer: Layer) -> dict[str, Any]:
 
 
 # The gate of a shared expert: the weight that a router of one expert gives it.
-SHARED_ROUTING = {"k": 1, "router": "sigmoid_topk", "renormalize": False}
+SHARED_ROUTING: dict[str, Any] = {"k": 1, "router": "sigmoid_topk", "renormalize": False}
 
 
 def attention(c: Config, state: State, i: int, layer: Layer, q: Array) -> Array:

@@ -180,7 +180,8 @@ def _shared_expert(c: Config, state: State, layer: Layer, rows: Array, total: Ar
     gate = ops.matmul(rows, layer.shared_gate, out=state.buffer("gate", shape))
     up = ops.matmul(rows, layer.shared_up, out=state.buffer("up", shape))
     hidden = _glu(c, gate, up)
-    shared = ops.matmul(hidden, layer.shared_down, out=state.buffer("down", rows.shape))
+    shared = state.buffer("down", rows.shape)
+    ops.matmul(hidden, layer.shared_down, out=shared)
     if layer.shared_router is None:
         ops.add(total, shared, out=total)
         return
