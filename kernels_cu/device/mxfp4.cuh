@@ -40,8 +40,6 @@ constexpr u32 kFp4Bits = 0x81c081c0u;
 constexpr u32 kFp4WordBits =
     0x1a101a10u;  // of the inner word, that lie in the outer one as they do
 
-CUFUSE_DEVICE u32 rotate_left(u32 word, int by) { return word << by | word >> (32 - by); }
-
 // Two values, as a checkpoint's byte has them (the first in the low nibble), to their bits.
 CUFUSE_DEVICE u32 fp4_spread(u32 byte) {
   return (byte & 0x8u) << 12 | (byte & 0x7u) << 6 | (byte & 0x80u) << 24 | (byte & 0x70u) << 18;
@@ -56,13 +54,13 @@ CUFUSE_DEVICE u32 fp4_join(const u32 (&pairs)[4]) {
   return pairs[0] | (inner & kFp4WordBits) | rotate_left(inner & ~kFp4WordBits, 27);
 }
 CUFUSE_DEVICE u32 fp4_inner(u32 word) {
-  return (word & kFp4WordBits) | (rotate_left(word, 5) & ~kFp4WordBits);
+  return select_bits(kFp4WordBits, word, rotate_left(word, 5));
 }
 CUFUSE_DEVICE void fp4_split(u32 word, u32 (&pairs)[4]) {
   const u32 inner = fp4_inner(word);
   pairs[0] = word & kFp4Bits;
   pairs[1] = inner & kFp4Bits;
-  pairs[2] = rotate_left(inner, 3) & kFp4Bits;
+  pairs[2] = inner << 3 & kFp4Bits;  // these are not turned around
   pairs[3] = rotate_left(inner, 29) & kFp4Bits;
 }
 
@@ -84,10 +82,10 @@ CUFUSE_DEVICE u32 fp4_halves(u32 sign, u32 magnitude) {
 }
 template <>
 CUFUSE_DEVICE void fp4_fragment<half>(u32 word, u32 (&a)[4]) {
-  const u32 inner = fp4_inner(word), up = rotate_left(inner, 3);
+  const u32 inner = fp4_inner(word), up = inner << 3;
   a[0] = fp4_halves(word, word << 3);
   a[1] = fp4_halves(inner, up);
-  a[2] = fp4_halves(up, rotate_left(inner, 6));
+  a[2] = fp4_halves(up, inner << 6);
   a[3] = fp4_halves(rotate_left(inner, 29), inner);
 }
 

@@ -305,6 +305,9 @@ void round_pair(float& a, float& b) {
   b = to_float(from_float<T>(b));
 }
 
+inline u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+inline u32 rotate_left(u32 word, u32 by) { return word << by | word >> (32 - by); }
+
 // In doubles: this thread may flush floats below the normal ones to zero.
 template <typename T>
 u32 mul_pair(u32 a, u32 b) {
