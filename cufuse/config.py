@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass
+
+ROUTERS = ("softmax_topk", "topk_softmax", "sigmoid_topk")
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Config:
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    hidden_dim: int  # width of the dense MLP, or of one expert
+    hidden_dim: int  # width of the MLP, or of one expert
     vocab_size: int
     max_seq_len: int
 
@@ -77,9 +80,17 @@ class Config:
     # Mixture of experts
     n_experts: int = 0
     n_experts_per_token: int = 0
-    router: str = "softmax_topk"  # or "topk_softmax"
+    router: str = "softmax_topk"  # "topk_softmax", "sigmoid_topk"; see ops.moe_route
     norm_topk_prob: bool = True
     router_bias: bool = False
+    router_correction: bool = False  # a float32 bias for the choice, not for the weight
+    router_groups: int = 1  # experts come in so many groups ...
+    router_top_groups: int = 1  # ... and are chosen from the best so many
+    routed_scale: float = 1.0  # multiplies the weights
+    shared_hidden_dim: int = 0  # width of an MLP that every token goes through besides; no biases
+    shared_gated: bool = False  # what it gives is multiplied by sigmoid(x . shared_router)
+    dense_layers: tuple[int, ...] = ()  # layers with one MLP in place of the experts ...
+    dense_hidden_dim: int = 0  # ... of this width
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
@@ -87,6 +98,51 @@ class Config:
                 f"config {self.name}: n_heads = {self.n_heads} is not a multiple of "
                 f"n_kv_heads = {self.n_kv_heads}"
             )
+        problem = self._mixture_problem()
+        if problem:
+            raise ValueError(f"config {self.name}: {problem}")
+
+    def _mixture_problem(self) -> str | None:
+        """What does not fit together in the mixture of experts, as a clause; None for nothing."""
+        groups, top_groups = self.router_groups, self.router_top_groups
+        if self.router not in ROUTERS:
+            return f"router is {self.router!r}, wanted one of {', '.join(ROUTERS)}"
+        if not self.n_experts:
+            extras = ("shared_hidden_dim", "dense_layers", "router_correction")
+            extra = next((name for name in extras if getattr(self, name)), None)
+            return f"{extra} belongs to a mixture and n_experts is 0" if extra else None
+        if not 1 <= self.n_experts_per_token <= self.n_experts:
+            return (
+                f"n_experts_per_token = {self.n_experts_per_token} of {self.n_experts} experts, "
+                "wanted 1 up to all"
+            )
+        if not self.gated:
+            return "the experts of a mixture are gated MLPs and gated is False"
+        if groups < 1 or self.n_experts % groups:
+            return f"n_experts = {self.n_experts} is not a multiple of router_groups = {groups}"
+        if not 1 <= top_groups <= groups:
+            return f"router_top_groups = {top_groups} of {groups} groups, wanted 1 up to all"
+        if self.n_experts_per_token > top_groups * (self.n_experts // groups):
+            return (
+                f"n_experts_per_token = {self.n_experts_per_token} and {top_groups} groups of "
+                f"{self.n_experts // groups} experts have too few to choose from"
+            )
+        if groups > 1 and self.router == "topk_softmax":
+            return f"router topk_softmax has no groups and router_groups is {groups}"
+        if self.router_correction and self.router != "sigmoid_topk":
+            return f"router_correction belongs to sigmoid_topk and router is {self.router}"
+        if not 0.0 < self.routed_scale < math.inf:
+            return f"routed_scale is {self.routed_scale}, wanted a positive number"
+        if self.shared_hidden_dim < 0 or self.dense_hidden_dim < 0:
+            return "shared_hidden_dim or dense_hidden_dim is negative"
+        if self.shared_gated and not self.shared_hidden_dim:
+            return "shared_gated is set and shared_hidden_dim is 0"
+        if self.dense_layers and not self.dense_hidden_dim:
+            return "dense_layers are given and dense_hidden_dim is 0"
+        strange = [layer for layer in self.dense_layers if not 0 <= layer < self.n_layers]
+        if strange:
+            return f"dense layer {strange[0]} is not one of {self.n_layers} layers"
+        return None
 
     @property
     def q_dim(self) -> int:
@@ -107,9 +163,19 @@ class Config:
         """The sliding window of a layer: how many keys a query sees, itself included."""
         return self.window if self.window and layer % self.window_every == 0 else None
 
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.n_experts > 0 and layer not in self.dense_layers
+
+    def layer_hidden_dim(self, layer: int) -> int:
+        """Width of a layer's MLP, or of one of its experts."""
+        return self.dense_hidden_dim if layer in self.dense_layers else self.hidden_dim
+
     def cut(self, n_layers: int) -> Config:
         """Keep the first n_layers layers."""
-        return dataclasses.replace(self, n_layers=min(n_layers, self.n_layers))
+        n_layers = min(n_layers, self.n_layers)
+        dense = tuple(layer for layer in self.dense_layers if layer < n_layers)
+        return dataclasses.replace(self, n_layers=n_layers, dense_layers=dense)
 
     @property
     def decode_problem(self) -> str | None:
@@ -136,13 +202,16 @@ class Config:
 
     @property
     def n_parameters(self) -> int:
-        """Count all weights."""
+        """Count the weights of all matrices."""
         d, experts = self.dim, max(self.n_experts, 1)
         matrices = 3 if self.gated else 2
         attention = d * (self.q_dim + 2 * self.kv_dim) + self.q_dim * d
         mlp = experts * matrices * d * self.hidden_dim + self.n_experts * d
+        mlp += matrices * d * self.shared_hidden_dim + (d if self.shared_gated else 0)
+        dense = matrices * d * self.dense_hidden_dim
+        mlps = sum(dense if i in self.dense_layers else mlp for i in range(self.n_layers))
         embeddings = self.vocab_size * d * (1 if self.tied_embeddings or not self.has_head else 2)
-        return self.n_layers * (attention + mlp) + embeddings
+        return self.n_layers * attention + mlps + embeddings
 
 
 _LLAMA3 = RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)

@@ -73,7 +73,8 @@ def piece_rows(state: State, row_bytes: int = 0) -> int:
         projections and the MLP take in any engine
     """
     c = state.config
-    widest = max(c.dim, c.q_dim + 2 * c.kv_dim, c.hidden_dim * max(c.n_experts_per_token, 1))
+    mlp = max(c.hidden_dim * max(c.n_experts_per_token, 1), c.dense_hidden_dim, c.shared_hidden_dim)
+    widest = max(c.dim, c.q_dim + 2 * c.kv_dim, mlp)
     row_bytes = max(row_bytes, widest * np.dtype(state.like.dtype).itemsize)
     rows = min(max(_PIECE_BYTES // row_bytes, _LEAST_ROWS), PREFILL_ROWS) // state.batch
     return 1 << (max(rows, 1).bit_length() - 1)

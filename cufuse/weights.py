@@ -44,6 +44,8 @@ class Layer:
     mlp_norm_bias: Array = None  # [dim]; LayerNorm only
     router: Array = None  # [n_experts, dim]
     router_bias: Array = None  # [n_experts]
+    router_correction: Array = None  # float32 [n_experts]
+    # hidden_dim is dense_hidden_dim in a dense layer of a mixture
     gate: Array = None  # [hidden_dim, dim], with experts [n_experts, hidden_dim, dim]
     gate_bias: Array = None  # [hidden_dim], with experts [n_experts, hidden_dim]
     up: Array = None  # as gate
@@ -51,6 +53,10 @@ class Layer:
     gate_up: Packed | None = None  # [hidden_dim, dim] twice; no experts
     down: Array = None  # [dim, hidden_dim], with experts [n_experts, dim, hidden_dim]
     down_bias: Array = None  # [dim], with experts [n_experts, dim]
+    shared_gate: Array = None  # [shared_hidden_dim, dim]
+    shared_up: Array = None  # [shared_hidden_dim, dim]
+    shared_down: Array = None  # [dim, shared_hidden_dim]
+    shared_router: Array = None  # [1, dim]
 
 
 @dataclass
@@ -72,7 +78,7 @@ class Weights:
 
     @property
     def dtype(self) -> Any:
-        """The dtype all arrays share."""
+        """The dtype of all arrays but the float32 `router_correction`."""
         return self.embedding.dtype
 
     @property
@@ -183,7 +189,6 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """
     c, d = config, config.dim
     layernorm, post = c.norm == "layernorm", c.norm_placement == "post"
-    experts = (c.n_experts,) if c.n_experts else ()
     made: dict[str, tuple[int, ...] | None] = {"embedding": (c.vocab_size, d)}
     if not c.rope_theta:
         made["position_embedding"] = (c.max_seq_len, d)
@@ -194,7 +199,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         made["embedding_norm_bias"] = (d,) if layernorm else None
     qkv_rows = c.q_dim + 2 * c.kv_dim
     full = c.qk_norm == "full"
-    layer = {
+    block = {
         "attn_norm": (d,),
         "attn_norm_bias": (d,) if layernorm else None,
         "qkv": (qkv_rows, d),
@@ -206,22 +211,42 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         "out_bias": (d,) if c.output_bias else None,
         "mlp_norm": (d,),
         "mlp_norm_bias": (d,) if layernorm else None,
-        "router": (c.n_experts, d) if c.n_experts else None,
-        "router_bias": (c.n_experts,) if c.router_bias else None,
-        "gate": (*experts, c.hidden_dim, d) if c.gated else None,
-        "gate_bias": (*experts, c.hidden_dim) if c.gated and c.mlp_bias else None,
-        "up": (*experts, c.hidden_dim, d),
-        "up_bias": (*experts, c.hidden_dim) if c.mlp_bias else None,
-        "down": (*experts, d, c.hidden_dim),
-        "down_bias": (*experts, d) if c.mlp_bias else None,
     }
     for i in range(c.n_layers):
+        layer = block | _mlp_shapes(c, c.layer_hidden_dim(i), experts=c.is_moe_layer(i))
         made.update({f"layers.{i}.{name}": shape for name, shape in layer.items()})
     if not post:
         made["final_norm"] = (d,)
     if c.has_head and not c.tied_embeddings:
         made["head"] = (c.vocab_size, d)
     return {name: shape for name, shape in made.items() if shape is not None}
+
+
+def _mlp_shapes(c: Config, hidden_dim: int, *, experts: bool) -> dict[str, tuple[int, ...] | None]:
+    """Return the shapes of one layer's MLP, or of its router, experts and shared expert."""
+    d, shared = c.dim, c.shared_hidden_dim if experts else 0
+    each = (c.n_experts,) if experts else ()
+    return {
+        "router": (c.n_experts, d) if experts else None,
+        "router_bias": (c.n_experts,) if experts and c.router_bias else None,
+        "router_correction": (c.n_experts,) if experts and c.router_correction else None,
+        "gate": (*each, hidden_dim, d) if c.gated else None,
+        "gate_bias": (*each, hidden_dim) if c.gated and c.mlp_bias else None,
+        "up": (*each, hidden_dim, d),
+        "up_bias": (*each, hidden_dim) if c.mlp_bias else None,
+        "down": (*each, d, hidden_dim),
+        "down_bias": (*each, d) if c.mlp_bias else None,
+        "shared_gate": (shared, d) if shared else None,
+        "shared_up": (shared, d) if shared else None,
+        "shared_down": (d, shared) if shared else None,
+        "shared_router": (1, d) if shared and c.shared_gated else None,
+    }
+
+
+def dtype_of(name: str, dtype: Any) -> np.dtype:
+    """Return what an array has in a model of that dtype: a router's correction stays float32."""
+    exact = name.endswith("router_correction") and np.dtype(dtype).itemsize < 4
+    return np.dtype(np.float32 if exact else dtype)
 
 
 def assemble(config: Config, arrays: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> Weights:
@@ -268,8 +293,9 @@ def random(
 
     Every number is uniform and a function of (seed, name of the tensor, index), so the first layers
     of a cut model are those of the whole one. Matrices and embeddings have a standard deviation of
-    0.02; the router has dim^-0.5, which gives logits of about 1 and a top-k mass well below 1;
-    norm weights lie in [0.8, 1.2), biases in [-0.02, 0.02), sinks in [-0.5, 0.5). Returns Weights.
+    0.02; the routers have dim^-0.5, which gives logits of about 1 and a top-k mass well below 1;
+    norm weights lie in [0.8, 1.2), biases in [-0.02, 0.02), sinks in [-0.5, 0.5) and the router's
+    correction, float32 whatever the dtype, in [-0.1, 0.1). Returns Weights.
     """
     dtype = np.dtype(dtype)
     if dtype not in device.FLOAT_DTYPES:
@@ -281,7 +307,12 @@ def random(
         center, half_width = _range(config, name)
         options: dict[str, Any] = {"seed": seed, "kind": kind, "gpu": gpu}
         return hash_uniform(
-            shape, dtype, tensor=name, half_width=half_width, center=center, **options
+            shape,
+            dtype_of(name, dtype),
+            tensor=name,
+            half_width=half_width,
+            center=center,
+            **options,
         )
 
     return assemble(config, ((name, tensor(name, s)) for name, s in shapes(config).items()))
@@ -297,7 +328,9 @@ def _range(config: Config, name: str) -> tuple[float, float]:
         return (center - 1.0 if config.norm_rounding == "one_plus" else center), half_width
     if field == "sinks":
         return 0.0, 0.5
-    std = config.dim**-0.5 if field == "router" else _STD
+    if field == "router_correction":
+        return 0.0, 0.1
+    std = config.dim**-0.5 if field in ("router", "shared_router") else _STD
     return 0.0, std * math.sqrt(3.0)  # a uniform of half width a has a deviation of a / sqrt(3)
 
 

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import to_numpy
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from cufuse import checkpoint, config, device, weights
 from cufuse.checkpoint import CheckpointError, _source, gguf_file
@@ -339,6 +339,123 @@ def test_gguf_experts(tmp_path, rng):
         got = getattr(loaded.weights.layers[1], ours)
         wanted = decoded(tensors[f"blk.1.{theirs}.weight"], "Q8_0")
         np.testing.assert_array_equal(got, wanted)
+
+
+GOLDENS = Path(__file__).resolve().parent / "data" / "moe_goldens"
+QWEN = {  # Hugging Face's names in a layer -> GGUF's
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+
+
+def qwen_gguf(path: Path, folder: Path, architecture: str, **changes: Any) -> Path:
+    """Write a folder's model, whose dense layers come first, as a GGUF file."""
+    made = checkpoint.read_config(folder)
+    tensors: dict[str, np.ndarray] = {}
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name, stored in sorted(load_file(folder / "model.safetensors").items()):
+        values = stored.astype(np.float32)
+        outside = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+        stem, _, kind = name.rpartition(".")
+        if not stem.startswith("model.layers."):
+            tensors[f"{outside.get(stem, 'output')}.{kind}"] = values
+            continue
+        layer, _, rest = stem.removeprefix("model.layers.").partition(".")
+        if ".experts." in rest:
+            matrix = rest.rpartition(".")[2].removesuffix("_proj")
+            stacks.setdefault(f"blk.{layer}.ffn_{matrix}_exps.{kind}", []).append(values)
+        else:
+            flat = values.reshape(-1) if rest == "mlp.shared_expert_gate" else values
+            tensors[f"blk.{layer}.{QWEN[rest]}.{kind}"] = flat
+    tensors |= {name: np.stack(experts) for name, experts in stacks.items()}
+    keys = {
+        "block_count": made.n_layers,
+        "context_length": made.max_seq_len,
+        "embedding_length": made.dim,
+        "feed_forward_length": made.dense_hidden_dim or made.hidden_dim,
+        "attention.head_count": made.n_heads,
+        "attention.head_count_kv": made.n_kv_heads,
+        "attention.key_length": made.head_dim,
+        "attention.value_length": made.head_dim,
+        "attention.layer_norm_rms_epsilon": made.norm_eps,
+        "rope.freq_base": made.rope_theta,
+        "expert_count": made.n_experts,
+        "expert_used_count": made.n_experts_per_token,
+        "expert_feed_forward_length": made.hidden_dim,
+        **changes,
+    }
+    named = {f"{architecture}.{key}": value for key, value in keys.items()}
+    return write_gguf(path, tensors, "F32", named, architecture)
+
+
+def test_gguf_of_a_mixture_with_a_shared_expert(tmp_path):
+    folder = GOLDENS / "qwen2_moe"
+    changes = {"leading_dense_block_count": 1, "expert_shared_feed_forward_length": 40}
+    path = qwen_gguf(tmp_path / "qwen2_moe.gguf", folder, "qwen2moe", **changes)
+    got, wanted = (checkpoint.load(place, dtype=np.float32) for place in (path, folder))
+    assert got.config == wanted.config
+    for (name, array), (_, other) in zip(got.weights.named(), wanted.weights.named(), strict=True):
+        np.testing.assert_array_equal(array, other, err_msg=name)
+
+
+def test_gguf_router_keys(tmp_path, rng):
+    tensors = gguf_tensors(rng, experts=4)
+    bias = rng.standard_normal(4).astype(np.float32)
+    tensors |= {f"blk.{i}.exp_probs_b.bias": bias for i in range(LAYERS)}
+    tensors |= {
+        f"blk.{i}.ffn_{name}_shexp.weight": np.ones(s, np.float32)
+        for i in range(LAYERS)
+        for name, s in {"gate": (192, DIM), "up": (192, DIM), "down": (DIM, 192)}.items()
+    }
+    keys: dict[str, Any] = {
+        "expert_count": 4,
+        "expert_used_count": 2,
+        "expert_gating_func": 2,
+        "expert_weights_scale": 2.5,
+        "expert_weights_norm": False,
+        "expert_group_count": 2,
+        "expert_group_used_count": 1,
+        "expert_shared_count": 2,
+    }
+    named = {f"llama.{key}": value for key, value in keys.items()}
+    path = write_gguf(tmp_path / "m.gguf", tensors, "F32", named)
+    loaded = checkpoint.load(path, dtype=np.float16)
+    made = loaded.config
+    assert (made.router, made.routed_scale, made.norm_topk_prob) == ("sigmoid_topk", 2.5, False)
+    assert (made.router_groups, made.router_top_groups) == (2, 1)
+    assert (made.shared_hidden_dim, made.shared_gated, made.router_correction) == (192, False, True)
+    correction = loaded.weights.layers[1].router_correction
+    assert correction.dtype == np.float32
+    np.testing.assert_array_equal(correction, bias)
+    named["llama.expert_gating_func"] = 3
+    path = write_gguf(tmp_path / "n.gguf", tensors, "F32", named)
+    with pytest.raises(Unsupported, match="expert_gating_func = 3; cufuse has 1"):
+        checkpoint.load(path, dtype=np.float16)
+
+
+def test_gguf_of_qwen3moe(tmp_path, rng):
+    settings = {"mlp_only_layers": [], "moe_intermediate_size": 48}
+    tensors = hf_tensors(rng, "qwen3_moe")
+    folder = write_folder(tmp_path / "m", "qwen3_moe", tensors, **settings)
+    path = qwen_gguf(tmp_path / "m.gguf", folder, "qwen3moe")
+    got, wanted = (checkpoint.load(place, dtype=np.float32) for place in (path, folder))
+    assert got.config == wanted.config and got.config.norm_topk_prob
+    for (name, array), (_, other) in zip(got.weights.named(), wanted.weights.named(), strict=True):
+        np.testing.assert_array_equal(array, other, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -1001,8 +1118,7 @@ def test_sliding_windows(tmp_path, rng, family, changes, wanted):
             "linear_at",
         ),
         ("olmoe", {"clip_qkv": 8.0}, "sets clip_qkv = 8.0"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers other than \[\]"),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ("olmoe", {"shared_expert_intermediate_size": 8}, "sets shared_expert_intermediate_size"),
     ],
 )
 def test_unsupported_features(tmp_path, rng, family, changes, text):
@@ -1025,6 +1141,42 @@ def test_unsupported_features(tmp_path, rng, family, changes, text):
 def test_broken_config(tmp_path, rng, changes, text):
     with pytest.raises(ValueError, match=text):
         read(tmp_path, rng, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, ()),
+        ({"mlp_only_layers": None, "decoder_sparse_step": None}, ()),
+        ({"mlp_only_layers": [0, 7]}, (0,)),
+        ({"decoder_sparse_step": 2}, (0,)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, (0, 1)),
+    ],
+)
+def test_dense_layers_of_a_mixture(tmp_path, rng, changes, wanted):
+    made = read(tmp_path, rng, "qwen3_moe", **changes)
+    assert (made.dense_layers, made.dense_hidden_dim) == (wanted, HIDDEN if wanted else 0)
+    assert made.hidden_dim == 48
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"mlp_only_layers": 1}, "mlp_only_layers is 1, wanted layer numbers"),
+        ({"mlp_only_layers": ["a"]}, r"mlp_only_layers is \['a'\], wanted layer numbers"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0, wanted a positive integer"),
+        ({"num_experts_per_tok": 4}, "num_experts_per_tok is 4 of 3 experts"),
+        ({"num_experts": None}, "num_experts is missing"),
+    ],
+)
+def test_broken_config_of_a_mixture(tmp_path, rng, changes, text):
+    with pytest.raises(ValueError, match=text):
+        read(tmp_path, rng, "qwen3_moe", **changes)
+
+
+def test_experts_are_counted_by_either_name(tmp_path, rng):
+    made = read(tmp_path, rng, "qwen3_moe", num_experts=None, num_local_experts=3)
+    assert made.n_experts == 3
 
 
 def test_broken_folders(tmp_path, rng):

@@ -1,6 +1,8 @@
-"""Routing: both orders of softmax and top-k, ties, odd sizes, one launch."""
+"""Routing: softmax and top-k in both orders, sigmoids, groups, ties, odd sizes, one launch."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
@@ -183,6 +185,166 @@ def test_route_of_real_shapes(rng, m, dim, n_experts, k):
     norm = Norm(cupy.asarray(np.ones(dim, device.bfloat16)))
     got = ops.moe_route(cupy.asarray(x), cupy.asarray(w), cupy.asarray(b), k=k, norm=norm)
     check(got, x, w, b, k=k, norm=Norm(np.ones(dim, device.bfloat16)))
+
+
+def best_first(values, ids):
+    """Sort ids by their values, the largest first; NaN comes last, of ties the lower id first."""
+    return sorted(ids, key=lambda i: (math.isnan(values[i]), -np.nan_to_num(values[i], nan=0.0), i))
+
+
+def sigmoid(v):
+    return 1 / (1 + math.exp(-v)) if v > -700 else 0.0 if v == v else math.nan
+
+
+def choose(logits, k, *, router, correction=None, groups=1, top_groups=1, **_):
+    """Return the ids that a token goes to, those it might go to, and what is chosen by."""
+    n, two = len(logits), router == "sigmoid_topk"
+    by = [sigmoid(v) + (0 if correction is None else correction[i]) for i, v in enumerate(logits)]
+    by = by if two else list(logits)
+    members = [range(g, g + n // groups) for g in range(0, n, n // groups)]
+    marks = [sum(by[i] for i in best_first(by, ids)[: 1 + two]) for ids in members]
+    allowed = [i for g in best_first(marks, range(groups))[:top_groups] for i in members[g]]
+    return best_first(by, allowed)[:k], allowed, by
+
+
+def weigh(logits, ids, *, router, renormalize=True, scale=1.0, **_):
+    """Return the weights of the chosen."""
+    most = max(logits)
+    every = [sigmoid(v) if router == "sigmoid_topk" else math.exp(v - most) for v in logits]
+    weights = [every[i] for i in ids]
+    if renormalize or router == "topk_softmax":
+        total = sum(weights) + 1e-20
+    else:
+        total = sum(every) if router == "softmax_topk" else 1.0
+    return [scale * weight / total for weight in weights]
+
+
+def routed(to, logits, k, **options):
+    """Give moe_route logits as they are; returns ids and weights."""
+    logits = np.asarray(logits, np.float32)
+    if options.get("correction") is not None:
+        options["correction"] = to(np.asarray(options["correction"], np.float32))
+    x, w = np.zeros((1, 4), np.float32), np.zeros((len(logits), 4), np.float32)
+    outs = poisoned((1, k), np.int32, to), poisoned((1, k), np.float32, to)
+    ids, weights = ops.moe_route(to(x), to(w), to(logits), k=k, out=outs, **options)
+    return to_numpy(ids)[0], to_numpy(weights)[0]
+
+
+SIGMOID, V2 = {"router": "sigmoid_topk"}, {"router": "softmax_topk", "renormalize": False}
+CHOICES = {  # n_experts, k, options
+    "one": (1, 1, SIGMOID),
+    "one in one group": (1, 1, {**SIGMOID, "renormalize": False, "scale": 0.5}),
+    "groups of one": (8, 3, {**SIGMOID, "groups": 8, "top_groups": 3}),
+    "all": (8, 8, {**SIGMOID, "groups": 2, "top_groups": 2}),
+    "v2": (60, 6, {**V2, "groups": 6, "top_groups": 2, "scale": 16.0}),
+    "odd groups": (60, 4, {**SIGMOID, "groups": 4, "top_groups": 1}),
+    "renormalised": (64, 7, {"router": "softmax_topk", "groups": 8, "top_groups": 4}),
+    "scaled": (128, 2, {"router": "topk_softmax", "scale": 3.0}),
+    "raw": (128, 5, {**SIGMOID, "renormalize": False}),
+    "v3": (256, 8, {**SIGMOID, "groups": 8, "top_groups": 4, "scale": 2.5}),
+    "many groups": (256, 8, {**SIGMOID, "groups": 64, "top_groups": 40}),
+}
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize(("n", "k", "options"), CHOICES.values(), ids=CHOICES)
+def test_route_matches_loops(to, rng, n, k, options, corrected):
+    logits = (rng.standard_normal(n) * 1.5).astype(np.float32)
+    if corrected and options["router"] == "sigmoid_topk":
+        options = {**options, "correction": rng.uniform(-0.7, 0.3, n).astype(np.float32)}
+    wanted, allowed, by = choose(logits.tolist(), k, **options)
+    ids, weights = routed(to, logits, k, **options)
+    assert len(set(ids.tolist())) == k and set(ids.tolist()) <= set(allowed)
+    # Choices that round to one float32 may change places.
+    np.testing.assert_allclose(np.array(by)[ids], np.array(by)[wanted], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(weights, weigh(logits.tolist(), ids, **options), rtol=2e-6)
+
+
+@pytest.mark.parametrize(("n", "k", "options"), CHOICES.values(), ids=CHOICES)
+def test_ties_of_experts_and_groups_go_to_the_lower_id(to, rng, n, k, options):
+    logits = rng.choice([0.5, 1.0, 2.0], n)
+    wanted, _, _ = choose(logits.tolist(), k, **options)
+    assert routed(to, logits, k, **options)[0].tolist() == wanted
+
+
+@pytest.mark.parametrize(("n", "k", "options"), CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("strange", [[math.nan], [math.nan, -math.inf], [math.nan, 1.0, 2.0]])
+def test_nan_keeps_ids_distinct_and_in_their_groups(to, rng, n, k, options, strange):
+    logits = rng.choice(strange, n)
+    with np.errstate(invalid="ignore"):
+        wanted, _, _ = choose(logits.tolist(), k, **options)
+        assert routed(to, logits, k, **options)[0].tolist() == wanted
+
+
+def test_sigmoids_that_are_all_zero_weigh_nothing(to):
+    ids, weights = routed(to, [-200.0] * 6, 2, **SIGMOID)
+    assert ids.tolist() == [0, 1] and (weights == 0).all()
+
+
+def test_a_correction_chooses_and_does_not_weigh(to):
+    logits, correction = [1.0, 0.0, -1.0, -2.0], [0.0, 0.0, 0.0, 5.0]
+    ids, weights = routed(to, logits, 2, **SIGMOID, renormalize=False, correction=correction)
+    assert ids.tolist() == [3, 0]
+    np.testing.assert_allclose(weights, [sigmoid(-2.0), sigmoid(1.0)], rtol=1e-6)
+
+
+def test_groups_leave_out_better_experts(to):
+    logits = [3.0, -9.0, 1.0, 0.9, 0.8, 0.7]  # the best expert's group has no second one
+    two = {"groups": 3, "top_groups": 1}
+    assert routed(to, logits, 2, **SIGMOID, **two)[0].tolist() == [2, 3]
+    assert routed(to, logits, 2, **V2, **two)[0].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("m", [5, 66])
+def test_groups_of_many_tokens(to, rng, m):
+    x, w, b = inputs(rng, m, 64, 32, np.float16, scale=1.0)
+    correction = rng.uniform(-0.2, 0.2, 32).astype(np.float32)
+    options = {**SIGMOID, "groups": 4, "top_groups": 2, "scale": 2.5}
+    got = ops.moe_route(to(x), to(w), to(b), k=4, correction=to(correction), **options)
+    ids, weights = (to_numpy(a) for a in got)
+    logits = reference.router_logits(*(a.astype(np.float64) for a in (x, w, b)))
+    for row, chosen, weight in zip(logits.tolist(), ids, weights, strict=True):
+        wanted, _, by = choose(row, 4, correction=correction.tolist(), **options)
+        np.testing.assert_allclose(np.array(by)[chosen], np.array(by)[wanted], atol=1e-5)
+        np.testing.assert_allclose(weight, weigh(row, chosen, **options), rtol=1e-4)
+
+
+def test_groups_and_corrections_say_what_is_wrong(to, rng):
+    x, w, _ = inputs(rng, 2, 16, 8, np.float32)
+    correction = to(np.zeros(8, np.float32))
+
+    def fails(text, error=ValueError, **options):
+        with pytest.raises(error, match=text):
+            ops.moe_route(to(x), to(w), **{"k": 2, **SIGMOID, **options})
+
+    fails("n_experts = 8 is not a multiple of groups = 3", groups=3)
+    fails("top_groups = 3 and there are groups = 2", groups=2, top_groups=3)
+    fails("k = 3 and 1 groups of 2 have too few to choose from", k=3, groups=4)
+    fails("groups is 0, wanted at least 1", groups=0)
+    fails('"topk_softmax" has no groups and groups is 2', router="topk_softmax", groups=2)
+    fails('correction is for "sigmoid_topk" and router is "softmax_topk"', router="softmax_topk",
+          correction=correction)  # fmt: skip
+    fails(r"correction is \[n_experts\] = \[7\]", correction=correction[:7])
+    fails("correction has dtype float16", TypeError, correction=to(np.zeros(8, np.float16)))
+
+
+@pytest.mark.parametrize(("n", "k", "options"), CHOICES.values(), ids=CHOICES)
+def test_grouped_topk_equals_the_fused_choice(to_kernels, rng, n, k, options):
+    x, w, b = (to_kernels(a) for a in inputs(rng, 5, 64, n, np.float32, scale=2.0))
+    ids, weights = ops.moe_route(x, w, b, k=k, **options)
+    logits, sigmoids = ops.router_logits(x, w, b), options["router"] == "sigmoid_topk"
+    values = ops.activation(logits, "sigmoid") if sigmoids else logits
+    normalize = "softmax" if not sigmoids and options.get("renormalize", True) else "none"
+    source = None
+    if options["router"] == "softmax_topk" and normalize == "none":
+        source = ops.softmax(logits)
+    if sigmoids and options.get("renormalize", True):
+        normalize = "sum"
+    grouped = {name: v for name, v in options.items() if name not in ("router", "renormalize")}
+    best = 2 if sigmoids else 1
+    got, same = ops.topk(values, k, source=source, normalize=normalize, group_best=best, **grouped)
+    assert (to_numpy(ids) == to_numpy(same)).all()
+    np.testing.assert_allclose(to_numpy(got), to_numpy(weights), rtol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

@@ -42,7 +42,31 @@ def test_topk_orders_ties_infinities_and_nan(to):
     assert np.isnan(to_numpy(values)[0, 7:]).all()
 
 
+def test_topk_returns_what_stands_in_the_source(to):
+    x = to(np.array([[1, 4, 3, 2], [0, 0, 7, -1]], np.float32))
+    source = to(np.array([[8, 5, 6, 7], [1, 2, 3, 4]], np.float32))
+    values, ids = ops.topk(x, 2, source=source, scale=0.5)
+    assert to_numpy(ids).tolist() == [[1, 2], [2, 0]]
+    assert to_numpy(values).tolist() == [[2.5, 3.0], [1.5, 0.5]]
+    values, _ = ops.topk(x, 2, source=source, normalize="sum")
+    np.testing.assert_allclose(to_numpy(values), [[5 / 11, 6 / 11], [0.75, 0.25]], rtol=1e-6)
+
+
+def test_topk_from_the_best_groups(to):
+    x = to(np.array([[9, -9, 4, 3, 5, 1], [1, 1, 1, 1, 1, np.nan]], np.float32))
+    assert to_numpy(ops.topk(x, 2, groups=3, top_groups=1)[1]).tolist() == [[0, 1], [0, 1]]
+    ids = ops.topk(x, 3, groups=3, top_groups=2, group_best=2)[1]
+    assert to_numpy(ids).tolist() == [[4, 2, 3], [0, 1, 2]]
+
+
 def test_topk_says_what_is_wrong(to):
+    with pytest.raises(ValueError, match="group_best is 3, wanted 1 or 2"):
+        ops.topk(to(np.ones((1, 4), np.float32)), 1, group_best=3)
+    with pytest.raises(ValueError, match="topk: n = 4 is not a multiple of groups = 3"):
+        ops.topk(to(np.ones((1, 4), np.float32)), 1, groups=3)
+    with pytest.raises(ValueError, match="source has no say"):
+        x = to(np.ones((1, 4), np.float32))
+        ops.topk(x, 1, source=x, normalize="softmax")
     with pytest.raises(ValueError, match="topk: k = 3 and there are n = 2 to choose from"):
         ops.topk(to(np.ones((1, 2), np.float32)), 3)
     with pytest.raises(ValueError, match="normalize is 'max'"):

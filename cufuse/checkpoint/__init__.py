@@ -55,7 +55,7 @@ def load(
         config = config.cut(layers)
     with _target(kind, gpu) as move:
         arrays = (
-            (name, move(fill(source, plan[name], wanted, dtype, config)))
+            (name, move(fill(source, plan[name], wanted, weights.dtype_of(name, dtype), config)))
             for name, wanted in weights.shapes(config).items()
         )
         made = weights.assemble(config, arrays)
@@ -90,7 +90,7 @@ def _open(path: str | Path) -> GgufFile | HfFolder:
 def _describe(source: GgufFile | HfFolder) -> tuple[Config, Plan, tuple[str, ...]]:
     if isinstance(source, GgufFile):
         config = gguf_file.read_config(source)
-        return config, gguf_file.read_plan(config), (gguf_file.ROPE_FACTORS,)
+        return config, gguf_file.read_plan(source, config), (gguf_file.ROPE_FACTORS,)
     config = hf_folder.read_config(source)
     return config, hf_folder.read_plan(source, config), hf_folder.ignored(source, config)
 

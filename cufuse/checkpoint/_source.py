@@ -49,12 +49,33 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
+class Picked:
+    """Every n-th row of each expert's matrix, or vector, of a safetensors tensor."""
+
+    name: str
+    first: int = 0
+    every: int = 1
+    transposed: bool = False  # each matrix is stored [in, out]
+
+    def stored(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tensor's shape for the shape of what is picked."""
+        n, rows, *rest = wanted
+        return (n, *rest, rows * self.every) if self.transposed else (n, rows * self.every, *rest)
+
+    def of(self, values: np.ndarray) -> np.ndarray:
+        """Pick from some of the tensor's experts."""
+        matrices = values.swapaxes(1, 2) if self.transposed else values
+        return matrices[:, self.first :: self.every]
+
+
+@dataclass(frozen=True)
 class Part:
     """One tensor of a file; its rows follow those of the part before it."""
 
     name: str
     shape: tuple[int, ...]
     interleaved_heads: int = 0  # when its rows are stored for interleaved rotation: how many heads
+    picked: Picked | None = None  # when it holds more than what is asked for, or the other way
 
 
 Plan = dict[str, list[Part]]  # array, named as in weights.shapes -> what fills it
@@ -110,6 +131,7 @@ def fill(
     for part in parts:
         begin = at
         for values in source.chunks(part.name):
+            values = part.picked.of(values) if part.picked else values
             target = flat[at : at + values.size]
             _convert(values.reshape(-1), target, part.name, source.path.name)
             at += values.size
@@ -143,27 +165,36 @@ def half_split(rows: np.ndarray, n_heads: int, rotary_dim: int) -> np.ndarray:
 
 
 def decoder_plan(
-    config: Config, names: Mapping[str, str], layer_names: Mapping[str, Any], prefix: str
+    config: Config,
+    names: Mapping[str, str],
+    layer_names: Mapping[str, Any],
+    prefix: str,
+    expert_names: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Name the tensors of a model.
 
     `names` holds tensors outside the layers; `layer_names` those of a layer after `prefix` (which
-    takes the layer's number): one name, a tuple whose rows follow each other (q, k, v), or a
-    name with `{expert}`. Names of arrays that the config does not have are passed over.
+    takes the layer's number): one name, a tuple whose rows follow each other (q, k, v), a name with
+    `{expert}`, or what is Picked; `expert_names` those that are other ones in a layer with experts.
+    Names of arrays that the config does not have are passed over.
     """
     plan: Plan = {}
+    with_experts = {**layer_names, **(expert_names or {})}
     for array, wanted in weights.shapes(config).items():
         if not array.startswith("layers."):
             plan[array] = [Part(names[array], wanted)]
             continue
         _, layer, field = array.split(".")
-        before, given = prefix.format(layer=layer), layer_names[field]
+        known = with_experts if config.is_moe_layer(int(layer)) else layer_names
+        before, given = prefix.format(layer=layer), known[field]
         if isinstance(given, tuple):
             heads = (config.q_dim, config.kv_dim, config.kv_dim)
             plan[array] = [
                 Part(before + name, (rows, *wanted[1:]))
                 for name, rows in zip(given, heads, strict=True)
             ]
+        elif isinstance(given, Picked):
+            plan[array] = [Part(before + given.name, given.stored(wanted), picked=given)]
         elif "{expert}" in given:
             plan[array] = [
                 Part(before + given.format(expert=expert), wanted[1:])

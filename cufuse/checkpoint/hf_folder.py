@@ -1,4 +1,4 @@
-"""Folders with config.json and safetensors files: llama, mistral, qwen2, qwen3, MoE and BERT."""
+"""Folders with config.json and safetensors files: llama, mistral, qwen, mixtures and BERT."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from cufuse.checkpoint._source import (
     CHUNK,
     CheckpointError,
+    Picked,
     Plan,
     Stored,
     decoder_plan,
@@ -324,21 +325,46 @@ def _qwen3(keys: _Keys) -> dict[str, Any]:
     return made | _qwen_window(keys, made["n_layers"])
 
 
+def _qwen2_moe(keys: _Keys) -> dict[str, Any]:
+    made = _decoder(keys, eps=1e-6, max_seq_len=32768)
+    made |= {"qkv_bias": keys.flag("qkv_bias", True)}
+    made |= _dense_among(keys, made) | _experts(keys, "num_experts", hidden="moe_intermediate_size")
+    made |= {
+        "shared_hidden_dim": keys.size("shared_expert_intermediate_size"),
+        "shared_gated": True,
+    }
+    if keys.flag("use_sliding_window"):
+        first_without = keys.number("max_window_layers", 28)
+        slides = [i % 2 == 0 and i < first_without for i in range(made["n_layers"])]
+        made |= _window(keys, slides)
+    return made
+
+
 def _qwen3_moe(keys: _Keys) -> dict[str, Any]:
     made = _decoder(keys, eps=1e-6, max_seq_len=32768)
-    keys.refuse("decoder_sparse_step", 1)
-    keys.refuse("mlp_only_layers", [])
+    keys.refuse("shared_expert_intermediate_size", 0)
     bias = keys.flag("attention_bias")
     made |= {"qk_norm": "head", "qkv_bias": bias, "output_bias": bias}
-    made |= _experts(keys, "num_experts", hidden="moe_intermediate_size")
+    made |= _dense_among(keys, made) | _experts(keys, "num_experts", hidden="moe_intermediate_size")
     if keys.flag("use_sliding_window"):
         made |= _window(keys, [True] * made["n_layers"])
     return made
 
 
+def _dense_among(keys: _Keys, decoder: dict[str, Any]) -> dict[str, Any]:
+    """Say which layers of a Qwen mixture have one MLP, whose width the decoder's is."""
+    every, given = keys.size("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
+    if not isinstance(given, list) or not all(isinstance(layer, int) for layer in given):
+        raise CheckpointError(f"{keys.where}: mlp_only_layers is {given!r}, wanted layer numbers")
+    layers = range(decoder["n_layers"])
+    dense = tuple(i for i in layers if i in given or (i + 1) % every)
+    return {"dense_layers": dense, "dense_hidden_dim": decoder["hidden_dim"]} if dense else {}
+
+
 def _olmoe(keys: _Keys) -> dict[str, Any]:
     made = _decoder(keys, eps=1e-5, max_seq_len=4096)
     keys.refuse("clip_qkv")
+    keys.refuse("shared_expert_intermediate_size", 0)
     keys.refuse("sliding_window")
     bias = keys.flag("attention_bias")
     made |= {"qk_norm": "full", "qkv_bias": bias, "output_bias": bias}
@@ -352,8 +378,29 @@ def _mixtral(keys: _Keys) -> dict[str, Any]:
     return made | {"norm_topk_prob": True} | _window(keys, [slides] * made["n_layers"])
 
 
+def _gpt_oss(keys: _Keys) -> dict[str, Any]:
+    made = _decoder(keys, eps=1e-5, theta=150000.0, max_seq_len=131072, head_dim=64)
+    bias = keys.flag("attention_bias", True)
+    made |= _experts(keys, "num_local_experts", hidden="intermediate_size")
+    made |= _window(keys, [i % 2 == 0 for i in range(made["n_layers"])])
+    return made | {
+        "norm_rounding": "scale_first",
+        "swiglu_limit": keys.number("swiglu_limit", 7.0),
+        "swiglu_alpha": keys.number("swiglu_alpha", 1.702),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": True,
+        "sinks": True,
+        "router": "topk_softmax",
+        "router_bias": True,
+        "norm_topk_prob": True,
+    }
+
+
 def _experts(keys: _Keys, count: str, *, hidden: str) -> dict[str, Any]:
-    keys.refuse("shared_expert_intermediate_size", 0)
+    # Files of transformers 5 call num_experts num_local_experts, whatever the family.
+    if keys.get(count) is None and keys.get("num_local_experts") is not None:
+        count = "num_local_experts"
     made = {
         "hidden_dim": keys.size(hidden),
         "n_experts": keys.size(count),
@@ -402,8 +449,10 @@ _FAMILIES: dict[str, Callable[[_Keys], dict[str, Any]]] = {
     "mixtral": _mixtral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "olmoe": _olmoe,
+    "gpt_oss": _gpt_oss,
     "bert": _bert,
 }
 
@@ -478,17 +527,33 @@ _LAYER_NAMES: dict[str, Any] = {
     "down": "mlp.down_proj.weight",
     "down_bias": "mlp.down_proj.bias",
 }
-_EXPERT_NAMES = _LAYER_NAMES | {
+_EXPERT_NAMES: dict[str, Any] = {
     "router": "mlp.gate.weight",
     "gate": "mlp.experts.{expert}.gate_proj.weight",
     "up": "mlp.experts.{expert}.up_proj.weight",
     "down": "mlp.experts.{expert}.down_proj.weight",
+    "shared_gate": "mlp.shared_expert.gate_proj.weight",
+    "shared_up": "mlp.shared_expert.up_proj.weight",
+    "shared_down": "mlp.shared_expert.down_proj.weight",
+    "shared_router": "mlp.shared_expert_gate.weight",
 }
-_MIXTRAL_NAMES = _LAYER_NAMES | {
+_MIXTRAL_NAMES: dict[str, Any] = {
     "router": "block_sparse_moe.gate.weight",
     "gate": "block_sparse_moe.experts.{expert}.w1.weight",
     "up": "block_sparse_moe.experts.{expert}.w3.weight",
     "down": "block_sparse_moe.experts.{expert}.w2.weight",
+}
+_GATE_UP = "mlp.experts.gate_up_proj"  # rows of gate and up take turns
+_GPT_OSS_NAMES: dict[str, Any] = {
+    "sinks": "self_attn.sinks",
+    "router": "mlp.router.weight",
+    "router_bias": "mlp.router.bias",
+    "gate": Picked(_GATE_UP, every=2, transposed=True),
+    "gate_bias": Picked(_GATE_UP + "_bias", every=2),
+    "up": Picked(_GATE_UP, first=1, every=2, transposed=True),
+    "up_bias": Picked(_GATE_UP + "_bias", first=1, every=2),
+    "down": Picked("mlp.experts.down_proj", transposed=True),
+    "down_bias": "mlp.experts.down_proj_bias",
 }
 _BERT_QKV = ("attention.self.query", "attention.self.key", "attention.self.value")
 _BERT_LAYER_NAMES: dict[str, Any] = {
@@ -530,10 +595,14 @@ def read_plan(folder: HfFolder, config: Config) -> Plan:
         "final_norm": before + "norm.weight",
         "head": _HEAD,
     }
-    layer_names = _MIXTRAL_NAMES if family == "mixtral" else _LAYER_NAMES
-    if config.n_experts and family != "mixtral":
-        layer_names = _EXPERT_NAMES
-    return decoder_plan(config, names, layer_names, before + "layers.{layer}.")
+    expert_names = {"mixtral": _MIXTRAL_NAMES, "gpt_oss": _GPT_OSS_NAMES}
+    return decoder_plan(
+        config,
+        names,
+        _LAYER_NAMES,
+        before + "layers.{layer}.",
+        expert_names.get(family, _EXPERT_NAMES),
+    )
 
 
 def _bert_plan(folder: HfFolder, config: Config) -> Plan:

@@ -1,6 +1,8 @@
-"""What the kernel engines share: checks, embedding, attention over the cache, the last rows."""
+"""What engines share: checks, embedding, routing, attention over the cache, the last rows."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +57,23 @@ def post_norm(c: Config, x: Array, weight: Array, bias: Array, out: Array) -> No
         ops.layernorm(x, weight, bias, eps=c.norm_eps, out=out)
     else:
         ops.rmsnorm(x, weight, eps=c.norm_eps, rounding=c.norm_rounding, out=out)
+
+
+def routing(c: Config, layer: Layer) -> dict[str, Any]:
+    """How a mixture's router chooses and weighs, as the options of `moe_route`."""
+    return {
+        "k": c.n_experts_per_token,
+        "router": c.router,
+        "renormalize": c.norm_topk_prob,
+        "correction": layer.router_correction,
+        "groups": c.router_groups,
+        "top_groups": c.router_top_groups,
+        "scale": c.routed_scale,
+    }
+
+
+# The gate of a shared expert: the weight that a router of one expert gives it.
+SHARED_ROUTING: dict[str, Any] = {"k": 1, "router": "sigmoid_topk", "renormalize": False}
 
 
 def attention(c: Config, state: State, i: int, layer: Layer, q: Array) -> Array:

@@ -6,6 +6,8 @@ gives the same bits; prompts, batches and other models go through ops.
 
 from __future__ import annotations
 
+from typing import Any
+
 from cufuse import ops
 from cufuse.config import Config
 from cufuse.device import Array
@@ -31,7 +33,7 @@ def step(weights: Weights, state: State, tokens: Array, *, all_logits: bool = Fa
         for i, layer in enumerate(weights.layers):
             attention = _attention(c, state, i, layer, x, _norm(c, layer.attn_norm))
             ops.linear(attention, layer.out, layer.out_bias, residual=x, out=x)
-            _mlp(c, state, layer, x)
+            _mlp(c, state, i, layer, x)
     logits = _head(weights, state, x, all_logits)
     state.advance(tokens.shape[1])
     return logits
@@ -113,42 +115,14 @@ def _attention(c: Config, state: State, i: int, layer: Layer, x: Array, norm: No
     return _parts.attention(c, state, i, layer, q)
 
 
-def _mlp(c: Config, state: State, layer: Layer, x: Array) -> None:
+def _mlp(c: Config, state: State, i: int, layer: Layer, x: Array) -> None:
     """x += MLP(RMSNorm(x)), in place."""
     batch, q_len, dim = x.shape
     norm = _norm(c, layer.mlp_norm)
-    if c.n_experts:
-        rows = x.reshape(batch * q_len, dim)
-        routed = (batch * q_len, c.n_experts_per_token)
-        ids, gates = ops.moe_route(
-            rows,
-            layer.router,
-            layer.router_bias,
-            k=c.n_experts_per_token,
-            router=c.router,
-            renormalize=c.norm_topk_prob,
-            norm=norm,
-            out=(state.buffer("ids", routed, "int32"), state.buffer("gates", routed, "float32")),
-        )
-        ops.moe(
-            rows,
-            ids,
-            gates,
-            layer.gate,
-            layer.up,
-            layer.down,
-            b_gate=layer.gate_bias,
-            b_up=layer.up_bias,
-            b_down=layer.down_bias,
-            activation=c.activation,
-            limit=c.swiglu_limit,
-            alpha=c.swiglu_alpha,
-            residual=rows,
-            norm=norm,
-            out=rows,
-        )
+    if layer.router is not None:
+        _experts(c, state, layer, x.reshape(batch * q_len, dim), norm)
         return
-    hidden = state.buffer("hidden", (batch, q_len, c.hidden_dim))
+    hidden = state.buffer("hidden", (batch, q_len, c.layer_hidden_dim(i)))
     if c.gated:
         ops.gated_linear(
             x,
@@ -156,15 +130,67 @@ def _mlp(c: Config, state: State, layer: Layer, x: Array) -> None:
             layer.up,
             layer.gate_bias,
             layer.up_bias,
-            activation=c.activation,
-            limit=c.swiglu_limit,
-            alpha=c.swiglu_alpha,
             norm=norm,
             out=hidden,
+            **_gate(c),
         )
     else:
         ops.linear(x, layer.up, layer.up_bias, activation=c.activation, norm=norm, out=hidden)
     ops.linear(hidden, layer.down, layer.down_bias, residual=x, out=x)
+
+
+def _experts(c: Config, state: State, layer: Layer, rows: Array, norm: Norm) -> None:
+    """rows += the chosen experts, and the shared one, of RMSNorm(rows), in place."""
+    residual = rows if layer.shared_down is None else _shared_expert(c, state, layer, rows, norm)
+    ids, gates = _route(
+        state, rows, layer.router, layer.router_bias, norm=norm, **_parts.routing(c, layer)
+    )
+    ops.moe(
+        rows,
+        ids,
+        gates,
+        layer.gate,
+        layer.up,
+        layer.down,
+        b_gate=layer.gate_bias,
+        b_up=layer.up_bias,
+        b_down=layer.down_bias,
+        residual=residual,
+        norm=norm,
+        out=rows,
+        **_gate(c),
+    )
+
+
+def _shared_expert(c: Config, state: State, layer: Layer, rows: Array, norm: Norm) -> Array:
+    """Return rows + the shared expert of RMSNorm(rows)."""
+    hidden = ops.gated_linear(
+        rows,
+        layer.shared_gate,
+        layer.shared_up,
+        norm=norm,
+        out=state.buffer("hidden", (len(rows), c.shared_hidden_dim)),
+        **_gate(c),
+    )
+    summed = state.buffer("summed", rows.shape)
+    if layer.shared_router is None:
+        return ops.linear(hidden, layer.shared_down, residual=rows, out=summed)
+    shared = ops.linear(hidden, layer.shared_down, out=state.buffer("shared", rows.shape))
+    ids, gates = _route(state, rows, layer.shared_router, norm=norm, **_parts.SHARED_ROUTING)
+    return ops.combine(shared.reshape(len(rows), 1, c.dim), ids, gates, rows, out=summed)
+
+
+def _route(
+    state: State, rows: Array, w: Array, b: Array | None = None, *, k: int, **options: Any
+) -> tuple[Array, Array]:
+    """The experts of each row and their weights."""
+    shape = (len(rows), k)
+    out = state.buffer("ids", shape, "int32"), state.buffer("gates", shape, "float32")
+    return ops.moe_route(rows, w, b, k=k, out=out, **options)
+
+
+def _gate(c: Config) -> dict[str, Any]:
+    return {"activation": c.activation, "limit": c.swiglu_limit, "alpha": c.swiglu_alpha}
 
 
 def _encoder_blocks(weights: Weights, state: State, x: Array) -> None:

@@ -6,6 +6,8 @@ that tests compare with.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cufuse import reference
@@ -99,41 +101,43 @@ def _rotate(c: Config, state: State, x: np.ndarray, positions: np.ndarray) -> np
 
 
 def _mlp(c: Config, layer: Layer, h: np.ndarray) -> np.ndarray:
-    if c.n_experts:
-        rows = h.reshape(-1, c.dim)
-        ids, gates = reference.moe_route(
-            rows,
-            layer.router,
-            layer.router_bias,
-            k=c.n_experts_per_token,
-            router=c.router,
-            renormalize=c.norm_topk_prob,
-        )
-        return reference.moe(
-            rows,
-            ids,
-            gates,
-            layer.gate,
-            layer.up,
-            layer.down,
-            b_gate=layer.gate_bias,
-            b_up=layer.up_bias,
-            b_down=layer.down_bias,
-            activation=c.activation,
-            limit=c.swiglu_limit,
-            alpha=c.swiglu_alpha,
-        ).reshape(h.shape)
+    if layer.router is not None:
+        return _experts(c, layer, h.reshape(-1, c.dim)).reshape(h.shape)
     if c.gated:
         hidden = reference.gated_linear(
-            h,
-            layer.gate,
-            layer.up,
-            layer.gate_bias,
-            layer.up_bias,
-            activation=c.activation,
-            limit=c.swiglu_limit,
-            alpha=c.swiglu_alpha,
+            h, layer.gate, layer.up, layer.gate_bias, layer.up_bias, **_gate(c)
         )
     else:
         hidden = reference.linear(h, layer.up, layer.up_bias, activation=c.activation)
     return reference.linear(hidden, layer.down, layer.down_bias)
+
+
+def _experts(c: Config, layer: Layer, rows: np.ndarray) -> np.ndarray:
+    """Send rows through the chosen experts, and through the shared one."""
+    ids, gates = reference.moe_route(
+        rows, layer.router, layer.router_bias, **_parts.routing(c, layer)
+    )
+    shared = None
+    if layer.shared_down is not None:
+        hidden = reference.gated_linear(rows, layer.shared_gate, layer.shared_up, **_gate(c))
+        shared = reference.linear(hidden, layer.shared_down)
+        if layer.shared_router is not None:
+            _, gate = reference.moe_route(rows, layer.shared_router, **_parts.SHARED_ROUTING)
+            shared = (shared * gate).astype(rows.dtype)
+    return reference.moe(
+        rows,
+        ids,
+        gates,
+        layer.gate,
+        layer.up,
+        layer.down,
+        b_gate=layer.gate_bias,
+        b_up=layer.up_bias,
+        b_down=layer.down_bias,
+        residual=shared,
+        **_gate(c),
+    )
+
+
+def _gate(c: Config) -> dict[str, Any]:
+    return {"activation": c.activation, "limit": c.swiglu_limit, "alpha": c.swiglu_alpha}

@@ -2,9 +2,9 @@
 
 Elementary is what a model's description writes as one step: a product, a bias, a norm, a rotation,
 an activation, a sum. Steps that come with their own scale, mask or bias are taken whole: scores
-(scaled, masked), the append of keys and values, top-k with the weights it gives, an expert's or the
-router's product with its bias, the clamped gate, gate and up where they are packed together, and an
-encoder's embedding of token, position and type.
+(scaled, masked), the append of keys and values, top-k with its groups and the weights it gives, an
+expert's or the router's product with its bias, the clamped gate, gate and up where they are packed
+together, and an encoder's embedding of token, position and type.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def step(weights: Weights, state: State, tokens: Array, *, all_logits: bool = Fa
             _attention(c, state, i, layer, h, positions, o)
             ops.add(x, o, out=x)
             _rmsnorm(c, x, layer.mlp_norm, h)
-            _mlp(c, state, layer, h, o)
+            _mlp(c, state, i, layer, h, o)
             ops.add(x, o, out=x)
         else:
             _attention(c, state, i, layer, x, positions, o)
             ops.add(x, o, out=h)
             _parts.post_norm(c, h, layer.attn_norm, layer.attn_norm_bias, x)
-            _mlp(c, state, layer, x, o)
+            _mlp(c, state, i, layer, x, o)
             ops.add(x, o, out=h)
             _parts.post_norm(c, h, layer.mlp_norm, layer.mlp_norm_bias, x)
     if c.has_head:
@@ -130,12 +130,12 @@ def _rows(w: Array | Packed, begin: int, end: int) -> Array | Packed:
     return w.rows(begin, end) if isinstance(w, Packed) else w[begin:end]
 
 
-def _mlp(c: Config, state: State, layer: Layer, h: Array, o: Array) -> None:
+def _mlp(c: Config, state: State, i: int, layer: Layer, h: Array, o: Array) -> None:
     """o = the MLP, or the chosen experts, of h."""
-    if c.n_experts:
+    if layer.router is not None:
         _experts(c, state, layer, h, o)
         return
-    shape = (*h.shape[:-1], c.hidden_dim)
+    shape = (*h.shape[:-1], c.layer_hidden_dim(i))
     up = state.buffer("up", shape)
     if layer.gate_up is not None:
         gate = state.buffer("gate", shape)
@@ -159,20 +159,8 @@ def _glu(c: Config, gate: Array, up: Array) -> Array:
 
 def _experts(c: Config, state: State, layer: Layer, h: Array, o: Array) -> None:
     m, k = math.prod(h.shape[:-1]), c.n_experts_per_token
-    rows = h.reshape(m, c.dim)
-    logits = state.buffer("router", (m, c.n_experts), "float32")
-    ops.router_logits(rows, layer.router, layer.router_bias, out=logits)
-    if c.router == "softmax_topk":
-        ops.softmax(logits, out=logits)
-        normalize = "sum" if c.norm_topk_prob else "none"
-    else:
-        normalize = "softmax"
-    gates, ids = ops.topk(
-        logits,
-        k,
-        normalize=normalize,
-        out=(state.buffer("gates", (m, k), "float32"), state.buffer("ids", (m, k), "int32")),
-    )
+    rows, total = h.reshape(m, c.dim), o.reshape(m, c.dim)
+    gates, ids = _route(state, rows, layer.router, layer.router_bias, **_parts.routing(c, layer))
     shape = (m, k, c.hidden_dim)
     gate = ops.expert_matmul(
         rows, ids, layer.gate, layer.gate_bias, out=state.buffer("gate", shape)
@@ -181,4 +169,60 @@ def _experts(c: Config, state: State, layer: Layer, h: Array, o: Array) -> None:
     hidden = _glu(c, gate, up)
     down = state.buffer("down", (m, k, c.dim))
     ops.expert_matmul(hidden, ids, layer.down, layer.down_bias, out=down)
-    ops.combine(down, ids, gates, out=o.reshape(m, c.dim))
+    ops.combine(down, ids, gates, out=total)
+    if layer.shared_down is not None:
+        _shared_expert(c, state, layer, rows, total)
+
+
+def _shared_expert(c: Config, state: State, layer: Layer, rows: Array, total: Array) -> None:
+    """Add what the shared expert makes of rows to total, both [m, dim]."""
+    shape = (len(rows), c.shared_hidden_dim)
+    gate = ops.matmul(rows, layer.shared_gate, out=state.buffer("gate", shape))
+    up = ops.matmul(rows, layer.shared_up, out=state.buffer("up", shape))
+    hidden = _glu(c, gate, up)
+    shared = state.buffer("down", rows.shape)
+    ops.matmul(hidden, layer.shared_down, out=shared)
+    if layer.shared_router is None:
+        ops.add(total, shared, out=total)
+        return
+    gates, ids = _route(state, rows, layer.shared_router, None, **_parts.SHARED_ROUTING)
+    ops.combine(shared.reshape(len(rows), 1, c.dim), ids, gates, total, out=total)
+
+
+def _route(
+    state: State,
+    rows: Array,
+    w: Array,
+    b: Array | None,
+    *,
+    k: int,
+    router: str,
+    renormalize: bool,
+    correction: Array | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+) -> tuple[Array, Array]:
+    """The weights and ids that `ops.moe_route` gives, step by step."""
+    m, n_experts = len(rows), len(w)
+    scores = state.buffer("router", (m, n_experts), "float32")
+    ops.router_logits(rows, w, b, out=scores)
+    sigmoid, choices = router == "sigmoid_topk", scores
+    if sigmoid:
+        ops.activation(scores, "sigmoid", out=scores)
+    elif router == "softmax_topk":
+        ops.softmax(scores, out=scores)
+    if correction is not None:
+        choices = ops.add(scores, correction, out=state.buffer("choices", scores.shape, "float32"))
+    normalize = "sum" if renormalize else "none"
+    return ops.topk(
+        choices,
+        k,
+        source=None if choices is scores else scores,
+        normalize="softmax" if router == "topk_softmax" else normalize,
+        groups=groups,
+        top_groups=top_groups,
+        group_best=2 if sigmoid else 1,
+        scale=scale,
+        out=(state.buffer("gates", (m, k), "float32"), state.buffer("ids", (m, k), "int32")),
+    )

@@ -11,7 +11,7 @@ from cufuse.ops._vector import width
 from cufuse.ops.rmsnorm import ROUNDINGS, Norm, rmsnorm
 from cufuse.pack import Packed
 
-ACTIVATIONS = ("none", "relu", "relu2", "gelu", "gelu_tanh", "silu", "quick_gelu")
+ACTIVATIONS = ("none", "relu", "relu2", "gelu", "gelu_tanh", "silu", "quick_gelu", "sigmoid")
 
 
 def norm_weight(op: str, norm: Norm | None) -> Array | None:

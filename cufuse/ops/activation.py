@@ -17,7 +17,7 @@ def activation(x: Array, kind: str, *, out: Array | None = None, stream: Any = N
     """Apply an activation element by element, in one launch.
 
     x: [..., n]
-    kind: none, relu, relu2, gelu (erf), gelu_tanh, silu or quick_gelu
+    kind: none, relu, relu2, gelu (erf), gelu_tanh, silu, quick_gelu or sigmoid
     out: [..., n], may be x
 
     Returns [..., n] in x's dtype; computed in float32. gelu is x Phi(x), gelu_tanh and quick_gelu

@@ -33,7 +33,8 @@ def gated_linear(
     w_gate, w_up: [n, k]; gate is norm(x) w_gate^T + b_gate, up likewise. Or w_gate is both,
         packed by `pack.pack(gate, up=up)`, and w_up is left out
     b_gate, b_up: [n]
-    activation: none, relu, relu2, gelu (erf), gelu_tanh, silu (SwiGLU) or quick_gelu
+    activation: none, relu, relu2, gelu (erf), gelu_tanh, silu (SwiGLU), quick_gelu or
+        sigmoid
     limit: with it, gate = min(gate, limit), up is cut to +-limit, and the result is
         (up + 1) * gate * sigmoid(alpha * gate) (gpt-oss); activation is not used
     norm: an RMSNorm of x on the way in; for many rows (tiles.MAX_ROWS) a launch of its own

@@ -25,7 +25,8 @@ def glu(
     """Put a gate on, element by element, in one launch: act(gate) * up.
 
     gate, up: [..., n]
-    activation: none, relu, relu2, gelu (erf), gelu_tanh, silu (SwiGLU) or quick_gelu
+    activation: none, relu, relu2, gelu (erf), gelu_tanh, silu (SwiGLU), quick_gelu or
+        sigmoid
     limit: with it, gate = min(gate, limit), up is cut to +-limit, and the result is
         (up + 1) * gate * sigmoid(alpha * gate) (gpt-oss); activation is not used
     out: [..., n], may be gate or up

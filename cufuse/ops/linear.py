@@ -31,7 +31,7 @@ def linear(
     x: [..., k]
     w: [n, k], or packed by `pack.pack`
     b: [n]
-    activation: none, relu, relu2, gelu (erf), gelu_tanh, silu or quick_gelu
+    activation: none, relu, relu2, gelu (erf), gelu_tanh, silu, quick_gelu or sigmoid
     residual: [..., n]
     norm: an RMSNorm of x on the way in; for many rows (tiles.MAX_ROWS) a launch of its own
     pre: [..., n], gets norm(x) w^T + b, which a backward pass asks for

@@ -13,7 +13,8 @@ from cufuse.reference.norm import rmsnorm
 _erf = np.frompyfunc(math.erf, 1, 1)
 
 
-def _sigmoid(v: np.ndarray) -> np.ndarray:
+def sigmoid(v: np.ndarray) -> np.ndarray:
+    """Return 1 / (1 + exp(-v)) in v's dtype."""
     with np.errstate(over="ignore"):
         return 1 / (1 + np.exp(-v))
 
@@ -31,9 +32,11 @@ def _activate(v: np.ndarray, kind: str) -> np.ndarray:
     if kind == "gelu_tanh":
         return v * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
     if kind == "silu":
-        return v * _sigmoid(v)
+        return v * sigmoid(v)
     if kind == "quick_gelu":
-        return v * _sigmoid(1.702 * v)
+        return v * sigmoid(1.702 * v)
+    if kind == "sigmoid":
+        return sigmoid(v)
     raise ValueError(f"no activation {kind!r}")
 
 
@@ -43,7 +46,7 @@ def _gate(
     if limit is None:
         return _activate(gate, kind) * up
     gate = np.minimum(gate, limit)
-    return (np.clip(up, -limit, limit) + 1) * gate * _sigmoid(alpha * gate)
+    return (np.clip(up, -limit, limit) + 1) * gate * sigmoid(alpha * gate)
 
 
 def _product(x: np.ndarray, w: np.ndarray, b: np.ndarray | None, norm: Any) -> np.ndarray:

@@ -7,23 +7,36 @@ from typing import Any
 import numpy as np
 
 from cufuse.reference._dtype import narrow, wide
-from cufuse.reference.linear import glu
+from cufuse.reference.linear import glu, sigmoid
 from cufuse.reference.norm import rmsnorm
 
+_LEAST_SUM = 1e-20  # added to the sum that weights are divided by: sigmoids may all be 0
 
-def topk(x: np.ndarray, k: int, *, normalize: str = "none") -> tuple[np.ndarray, np.ndarray]:
+
+def topk(
+    x: np.ndarray,
+    k: int,
+    *,
+    source: np.ndarray | None = None,
+    normalize: str = "none",
+    groups: int = 1,
+    top_groups: int = 1,
+    group_best: int = 1,
+    scale: float = 1.0,
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the k largest of each row and their ids, descending; ties go to the lower id.
 
-    A NaN counts as smaller than everything. `normalize` divides the values by their "sum", or
-    takes their "softmax".
+    A NaN counts as smaller than everything. `source` is where the values are taken from if not from
+    x. `normalize` divides the values by their "sum", or takes their "softmax". With groups, the
+    choice is from the top_groups best, by the sum of the group_best largest values of each.
     """
-    ids = _descending(wide(x), k)
-    values = np.take_along_axis(wide(x), ids, -1)
+    ids = _choose(wide(x), k, groups, top_groups, group_best)
+    values = np.take_along_axis(wide(x if source is None else source), ids, -1)
     if normalize == "softmax":
         values = _softmax(values)
     elif normalize == "sum":
-        values = values / values.sum(-1, keepdims=True)
-    return narrow(values, x), ids.astype(np.int32)
+        values = values / (values.sum(-1, keepdims=True) + _LEAST_SUM)
+    return narrow(values * values.dtype.type(scale), x), ids.astype(np.int32)
 
 
 def router_logits(x: np.ndarray, w: np.ndarray, b: np.ndarray | None = None) -> np.ndarray:
@@ -40,24 +53,34 @@ def moe_route(
     k: int,
     router: str = "softmax_topk",
     renormalize: bool = True,
+    correction: np.ndarray | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
     norm: tuple[Any, float, str] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose k experts a token; returns (ids, weights), heaviest first, ties to the lower id.
+    """Choose k experts a token: (ids, weights), the best choice first, ties to the lower id.
 
-    Softmax keeps the order, so both routers choose by logit. "softmax_topk" weighs by the softmax
-    over all experts, divided by the k weights' sum if `renormalize`; "topk_softmax" by the softmax
-    over the k chosen.
+    "softmax_topk" weighs by the softmax over all experts, "topk_softmax" by the softmax over the k
+    chosen; softmax keeps the order, so both choose by logit. "sigmoid_topk" weighs by the sigmoid
+    and chooses by the sigmoid plus `correction`. `renormalize` divides by the k weights' sum, and
+    `scale` multiplies. With groups, the choice is from the top_groups best: by their best logit, or
+    the sum of their two best sigmoids, corrected.
     """
-    x = _normed(x, norm)
-    logits = router_logits(x, w, b)
-    ids = _descending(logits, k)
-    chosen = np.take_along_axis(logits, ids, -1)
+    logits = router_logits(_normed(x, norm), w, b)
+    if router == "sigmoid_topk":
+        scores = sigmoid(logits)
+        choices = scores if correction is None else scores + wide(correction)
+    else:
+        scores, choices = _softmax(logits), logits
+    ids = _choose(choices, k, groups, top_groups, 2 if router == "sigmoid_topk" else 1)
     if router == "topk_softmax":
-        return ids.astype(np.int32), _softmax(chosen)
-    weights = np.take_along_axis(_softmax(logits), ids, -1)
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdims=True)
-    return ids.astype(np.int32), weights
+        weights = _softmax(np.take_along_axis(logits, ids, -1))
+    else:
+        weights = np.take_along_axis(scores, ids, -1)
+        if renormalize:
+            weights = weights / (weights.sum(-1, keepdims=True) + _LEAST_SUM)
+    return ids.astype(np.int32), weights * weights.dtype.type(scale)
 
 
 def expert_matmul(
@@ -134,6 +157,19 @@ def _experts(ids: np.ndarray, n_experts: int) -> np.ndarray:
             f"ids go from {chosen[0]} to {chosen[-1]} and there are {n_experts} experts"
         )
     return chosen
+
+
+def _choose(x: np.ndarray, k: int, groups: int, top_groups: int, group_best: int) -> np.ndarray:
+    """Return the ids of the k largest of each row, from the groups with the best sums."""
+    order = _descending(x, x.shape[-1])
+    if groups > 1:
+        size = x.shape[-1] // groups
+        members = x.reshape(*x.shape[:-1], groups, size)
+        best = np.take_along_axis(members, _descending(members, min(group_best, size)), -1)
+        top = _descending(best.sum(-1), top_groups)
+        chosen = (order[..., None] // size == top[..., None, :]).any(-1)
+        order = np.take_along_axis(order, np.argsort(~chosen, -1, kind="stable"), -1)
+    return order[..., :k]
 
 
 def _descending(x: np.ndarray, k: int) -> np.ndarray:

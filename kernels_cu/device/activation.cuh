@@ -6,7 +6,7 @@
 namespace cufuse {
 
 // gelu is the exact one (erf); gelu_tanh its usual approximation, "gelu_new" in some models.
-enum class Act { none, relu, relu2, gelu, gelu_tanh, silu, quick_gelu };
+enum class Act { none, relu, relu2, gelu, gelu_tanh, silu, quick_gelu, sigmoid };
 
 // plain: activate(gate) * up. clamped: gpt-oss's (up + 1) * gate * sigmoid(alpha * gate), with gate
 // cut off above `limit` and up on both sides.
@@ -29,6 +29,8 @@ CUFUSE_DEVICE float activate(float v) {
     return v / (1.0f + expf(-v));
   } else if constexpr (kAct == Act::quick_gelu) {
     return v / (1.0f + expf(-1.702f * v));
+  } else if constexpr (kAct == Act::sigmoid) {
+    return sigmoid(v);
   } else {
     return v;
   }

@@ -1,7 +1,8 @@
-// logits = norm(x) w^T + b in float32, the k largest of each row and their softmax, over all logits
-// or over the k. CTA (c, t) takes every gridDim.x-th group of experts for tile t of tokens; the one
-// that arrives last at a tile chooses. Bounded by latency for few tokens, by instructions for many.
-// How the grid is cut does not change a bit of the result.
+// logits = norm(x) w^T + b in float32, the best k of each row and their weights: the softmax over
+// all logits or over the k, or sigmoids; a correction and groups may have a say in the choice. CTA
+// (c, t) takes every gridDim.x-th group of experts for tile t of tokens; the one that arrives last
+// at a tile chooses. Bounded by latency for few tokens, by instructions for many. How the grid is
+// cut does not change a bit of the result.
 // instantiate: moe_route<bfloat16, Rounding::cast_first, 1, 8>
 // instantiate: moe_route<bfloat16, Rounding::scale_first, 8, 8>
 // instantiate: moe_route<half, Rounding::one_plus, 4, 1>
@@ -14,20 +15,26 @@ namespace cufuse {
 
 template <typename T>
 struct MoeRouteArgs {
-  const T* x;            // [rows, dim]
-  const T* norm_weight;  // [dim]; null: x as it is
-  const T* w;            // [n_experts, dim]
-  const T* b;            // [n_experts]; may be null
-  float* logits;         // [rows, n_experts]; scratch
-  u32* arrived;          // [tiles]; scratch, zero before and after
-  int* ids;              // [rows, k]
-  float* weights;        // [rows, k]
+  const T* x;               // [rows, dim]
+  const T* norm_weight;     // [dim]; null: x as it is
+  const T* w;               // [n_experts, dim]
+  const T* b;               // [n_experts]; may be null
+  const float* correction;  // [n_experts]; may be null
+  float* logits;            // [rows, n_experts]; scratch
+  u32* arrived;             // [tiles]; scratch, zero before and after
+  int* ids;                 // [rows, k]
+  float* weights;           // [rows, k]
   i64 rows;
   int dim;
   int n_experts;
   int k;
+  int groups;
+  int top_groups;
   float eps;
-  bool over_all;  // softmax over all experts, not over the k chosen
+  float scale;
+  bool sigmoid;  // these three as in Routing
+  bool over_all;
+  bool over_chosen;
 };
 
 template <typename T, Rounding kRounding, int kTokens, int kVec>
@@ -64,10 +71,13 @@ __global__ void __launch_bounds__(256, 1) moe_route(const MoeRouteArgs<T> args) 
     }
     __syncthreads();
     if (is_last) {
+      const Routing routing = {args.correction, n_experts,       args.k,
+                               args.groups,     args.top_groups, args.scale,
+                               args.sigmoid,    args.over_all,   args.over_chosen};
       for (int t = threadIdx.x / 32; t < tokens; t += Shape::kWarps) {
-        route_row(logits + static_cast<i64>(t) * n_experts, n_experts, args.k, args.over_all,
-                  dynamic_shared<float>() + t * (n_experts + args.k),
-                  args.ids + (first + t) * args.k, args.weights + (first + t) * args.k);
+        route_row(routing, logits + static_cast<i64>(t) * n_experts,
+                  dynamic_shared<u32>() + t * route_words(routing), args.ids + (first + t) * args.k,
+                  args.weights + (first + t) * args.k);
       }
     }
     __syncthreads();
