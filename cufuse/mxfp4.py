@@ -114,8 +114,8 @@ def from_blocks(
     made = Mxfp4(target, n_experts, n, k, np.dtype(dtype), gated)
     arrays = {name: bound[name] for name in names if bound[name] is not None}
     if bound.kind == "numpy":
-        ups = (arrays["up_blocks"], arrays["up_scales"]) if gated else None
-        target[...] = reference.pack_mxfp4(arrays["blocks"], arrays["scales"], ups)
+        ups = (bound["up_blocks"], bound["up_scales"]) if gated else None
+        target[...] = reference.pack_mxfp4(bound["blocks"], bound["scales"], ups)
         return made
     arrays = _readable(arrays)
     jit.kernel("unfused/pack_mxfp4.cu", "pack_mxfp4").launch(
@@ -160,21 +160,35 @@ def quantize(x: Array) -> tuple[Array, Array]:
 
 
 def dequantize(
-    packed: Mxfp4, expert: int | None = None, *, out: Any = None, dtype: Any = None
+    packed: Mxfp4,
+    expert: int | None = None,
+    *,
+    ids: Array | None = None,
+    out: Any = None,
+    dtype: Any = None,
 ) -> Array | tuple[Array, Array]:
     """Return experts row by row in one launch, each weight rounded once to dtype.
 
     expert: which one; all when left out
+    ids: int32 [m, k]; of all experts only those among them are written
     out: [n, k], of all experts [n_experts, n, k]; a pair of them when gated
     dtype: float32, float16 or bfloat16 (float64 too, of a NumPy array); the model's when left out
 
     Returns what `out` is. Raises ValueError for sizes and TypeError for dtypes or mixed libraries.
     """
     dtype = np.dtype(packed.dtype if dtype is None else dtype)
-    bound = checks.bind("dequantize", packed=(packed.array, "size", np.uint8))
+    bound = checks.bind(
+        "dequantize",
+        optional=("ids",),
+        packed=(packed.array, "size", np.uint8),
+        ids=(ids, "m k", np.int32),
+    )
     if dtype not in device.FLOAT_DTYPES and not (bound.kind == "numpy" and dtype == np.float64):
         raise TypeError(f"dequantize: dtype is {dtype}, wanted float16, bfloat16 or float32")
-    array, n_experts, shape = packed.array, packed.n_experts, packed.shape
+    array, n_experts = packed.array, packed.n_experts
+    shape: tuple[int, ...] = packed.shape
+    if expert is not None and ids is not None:
+        raise ValueError("dequantize: expert and ids are both given, wanted one of them")
     if expert is not None:
         checks.number("dequantize", "expert", expert, 0, whole=True)
         if expert >= n_experts:
@@ -190,11 +204,13 @@ def dequantize(
         raise ValueError("dequantize: gate shares memory with up; give it memory of its own")
     if bound.kind == "numpy":
         parts = reference.unpack_mxfp4(array, n_experts, packed.n, packed.k, gated=packed.gated)
-        for target, part in zip(made, parts, strict=True):
-            target[...] = reference.mxfp4_values(*part, dtype).reshape(shape)
+        chosen = slice(None) if ids is None else np.unique(ids[(ids >= 0) & (ids < n_experts)])
+        for target, (blocks, scales) in zip(made, parts, strict=True):
+            rows = target.reshape(n_experts, packed.n, packed.k)
+            rows[chosen] = reference.mxfp4_values(blocks[chosen], scales[chosen], dtype)
     else:
         part = Mxfp4(array, n_experts, packed.n, packed.k, packed.dtype, packed.gated)
-        _launch_unpack(part, made)
+        _launch_unpack(part, bound["ids"], made)
     return (made[0], made[1]) if packed.gated else made[0]
 
 
@@ -244,8 +260,8 @@ def random_blocks(
     return blocks.reshape(*rows, 16), scales.reshape(rows)
 
 
-def _launch_unpack(packed: Mxfp4, targets: list[Array]) -> None:
-    target = targets[0]
+def _launch_unpack(packed: Mxfp4, ids: Array | None, targets: list[Array]) -> None:
+    target, n_ids = targets[0], 0 if ids is None else ids.size
     per_access = 16 // target.itemsize
     aligned = all(device.address(x) % 16 == 0 for x in targets)
     kernel = jit.kernel(
@@ -258,12 +274,16 @@ def _launch_unpack(packed: Mxfp4, targets: list[Array]) -> None:
             "packed": packed.array,
             "w": target,
             "up": targets[1] if packed.gated else None,
+            "ids": ids,
+            "n_ids": n_ids,
             "n_experts": packed.n_experts,
             "n": packed.n,
             "k": packed.k,
         },
         like=packed.array,
-        size_bytes=packed.size_bytes + sum(x.nbytes for x in targets),
+        size_bytes=(packed.size_bytes + sum(x.nbytes for x in targets))
+        * (packed.n_experts if ids is None else min(n_ids, packed.n_experts))
+        // packed.n_experts,
     )
 
 

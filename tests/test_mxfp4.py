@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import DTYPES, to_numpy
+from conftest import DTYPES, relative_error, to_numpy
+from models import CONFIGS, oracle, small
 
-from cufuse import device, jit, mxfp4
+from cufuse import device, engines, jit, mxfp4, weights
 from cufuse.mxfp4 import Mxfp4, dequantize, from_blocks, packed_bytes, quantize
+from cufuse.state import State
 
 PRIMITIVES = Path(__file__).parent / "twin" / "primitives"
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -186,6 +189,18 @@ def test_dequantize_of_one_expert(to, rng, gated):
         assert_same_bits(array, rounded(wanted[1], np.float16))
 
 
+@one_or_two
+def test_dequantize_of_the_chosen_experts(to, rng, gated):
+    packed, values = packed_of(rng, to, 5, 21, 96, gated)
+    ids = to(np.array([[3, 1], [1, -1], [3, 5]], np.int32))  # the last two are no experts
+    outs = tuple(to(np.full((5, 21, 96), 7, np.float32)) for _ in range(2))
+    dequantize(packed, ids=ids, out=outs if gated else outs[0])
+    for array, wanted in zip(outs, values, strict=False):
+        assert_same_bits(array[1], rounded(wanted[1], np.float32))
+        assert_same_bits(array[3], rounded(wanted[3], np.float32))
+        assert (to_numpy(array)[[0, 2, 4]] == 7).all()
+
+
 @each_dtype
 def test_dequantize_writes_its_part_alone(to, rng, dtype):
     packed, (values,) = packed_of(rng, to, 2, 19, 96, False, dtype)
@@ -320,6 +335,74 @@ def test_random_blocks_have_the_usual_deviation():
     assert set(np.unique(scales)) == {119, 120}
     other, _ = mxfp4.random_blocks((2, 64, 512), seed=1, streams=(3, 2))
     assert (other != blocks).mean() > 0.99
+
+
+# ---- a model's weights --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["fp32", "bf16"])
+def test_a_models_experts_are_the_same_everywhere(to, dtype):
+    config = CONFIGS["mxfp4"]
+    kind = device.kind(to(np.zeros(1)))
+    made = weights.random(config, seed=3, dtype=dtype, kind=kind)
+    here = weights.random(config, seed=3, dtype=dtype)
+    shapes = {name: array.shape for name, array in made.rows()}
+    assert shapes == weights.shapes(config)
+    for (_, got), (_, wanted) in zip(made.rows(), here.rows(), strict=True):
+        assert_same_bits(got, wanted)
+    layer = made.layers[1]
+    assert layer.gate is None and layer.up is None
+    assert layer.gate_up.shape == (5, 64, 96) and layer.gate_up.gated
+    assert layer.down.shape == (5, 96, 64) and layer.down.dtype == dtype
+    assert made.size_bytes == here.size_bytes
+    # Moved, they stay as they are; in another type they are rows.
+    moved = made.map(lambda array: array.copy())
+    np.testing.assert_array_equal(
+        to_numpy(moved.layers[0].down.array), to_numpy(made.layers[0].down.array)
+    )
+    cast = here.map(lambda array: array.astype(np.float64))
+    assert cast.layers[0].gate_up is None and cast.layers[0].gate.dtype == np.float64
+    gate, _ = dequantize(here.layers[0].gate_up)
+    np.testing.assert_array_equal(cast.layers[0].gate, gate.astype(np.float64))
+
+
+def test_experts_that_do_not_fit_are_named(rng):
+    config = CONFIGS["mxfp4"].cut(1)
+    made = dict(weights.random(config, dtype=np.float32).named())
+    wrong = from_blocks(*any_blocks(rng, 5, 64, 96), dtype=np.float32)
+    with pytest.raises(
+        ValueError, match=r"tensor layers.0.down is \[5, 64, 96\], wanted \[5, 96, 64"
+    ):
+        weights.assemble(config, made | {"layers.0.down": wrong})
+    del made["layers.0.gate_up"]
+    with pytest.raises(ValueError, match=r"tensor layers.0.gate is missing"):
+        weights.assemble(config, made)
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"expert_dtype": "fp4"}, "expert_dtype is 'fp4', wanted model or mxfp4"),
+        ({"hidden_dim": 40}, "hidden_dim = 40 is no multiple of 32"),
+        ({"n_experts": 0}, "expert_dtype belongs to a mixture"),
+    ],
+)
+def test_a_config_that_does_not_fit(changes, text):
+    with pytest.raises(ValueError, match=text):
+        dataclasses.replace(CONFIGS["mxfp4"], **changes)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("engine", ["unfused", "fused"])
+def test_engines_in_half_precision(to_kernels, rng, engine, dtype):
+    made = small("mxfp4", DTYPES[dtype])
+    tokens = rng.integers(0, made.config.vocab_size, (1, 5)).astype(np.int32)
+    wanted = oracle(made, tokens)
+    moved = made.map(to_kernels)
+    assert isinstance(moved.layers[0].gate_up, Mxfp4)
+    step = engines.get(engine).step
+    got = step(moved, State(moved, capacity=8), to_kernels(tokens), all_logits=True)
+    assert relative_error(got, wanted) < {"fp16": 5e-3, "bf16": 4e-2}[dtype]
 
 
 # ---- wrong input --------------------------------------------------------------------------------

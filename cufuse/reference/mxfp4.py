@@ -60,16 +60,10 @@ def pack_mxfp4(blocks: np.ndarray, scales: np.ndarray, up: Any = None) -> np.nda
 
     blocks, scales: [n_experts, n, k / 32, 16] and [n_experts, n, k / 32]
     """
-    rows, row_scales = _padded(blocks, scales, 16 if up is None else 8)
+    parts = [_padded(blocks, scales, 16 if up is None else 8)]
     if up is not None:
-        both = zip((rows, row_scales), _padded(*up, 8), strict=True)
-        rows, row_scales = (
-            np.concatenate([x.reshape(x.shape[0], -1, 8, x.shape[2]) for x in pair], 2).reshape(
-                x_shape[0], -1, x_shape[2]
-            )
-            for pair in both
-            for x_shape in [pair[0].shape]
-        )
+        parts.append(_padded(up[0], up[1], 8))
+    rows, row_scales = (_in_turns([part[i] for part in parts]) for i in (0, 1))
     n_experts, n, n_bytes = rows.shape
     tiles, panels = n_bytes // 32, n // 16
     # row = (panel, half, row of 8), byte = (tile, word, eight columns, two columns)
@@ -113,6 +107,15 @@ def _padded(blocks: np.ndarray, scales: np.ndarray, rows: int) -> tuple[np.ndarr
     of_rows = np.full((n_experts, n_padded, padded), _NO_SCALE, np.uint8)
     of_rows[:, :n, :per_row] = scales
     return values.reshape(n_experts, n_padded, padded * 16), of_rows
+
+
+def _in_turns(matrices: list[np.ndarray]) -> np.ndarray:
+    """Put eight rows of each [n_experts, n, ...] behind eight of the one before it."""
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first
+    eights = [x.reshape(len(first), -1, 8, first.shape[2]) for x in matrices]
+    return np.concatenate(eights, 2).reshape(len(first), -1, first.shape[2])
 
 
 def _rotated(words: np.ndarray, by: int) -> np.ndarray:

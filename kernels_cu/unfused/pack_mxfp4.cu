@@ -30,6 +30,8 @@ struct UnpackMxfp4Args {
   const u8* packed;  // [n_experts, panels of n, tiles of k, kTileBytes]; 16-byte aligned
   T* w;              // [n_experts, n, k]
   T* up;             // [n_experts, n, k]; null for experts that are not gated
+  const int* ids;    // [n_ids]; only these experts are written; null for all
+  int n_ids;
   int n_experts;
   int n;
   int k;
@@ -108,6 +110,14 @@ CUFUSE_DEVICE float mxfp4_value(u32 nibble, u32 scale) {
   return __uint_as_float(sign | (0x800000u | fraction) >> (1 - field));
 }
 
+// Whether an expert is among the ids; all lanes of a warp ask together.
+CUFUSE_DEVICE bool mxfp4_wanted(const int* ids, int n_ids, int expert, int lane) {
+  if (ids == nullptr) return true;
+  bool found = false;
+  for (int i = lane; i < n_ids; i += 32) found |= ids[i] == expert;
+  return __any_sync(kFullMask, found) != 0;
+}
+
 CUFUSE_DEVICE u32 pick(const u32 (&words)[4], int i) {
   return i & 2 ? (i & 1 ? words[3] : words[2]) : (i & 1 ? words[1] : words[0]);
 }
@@ -123,6 +133,8 @@ __global__ void __launch_bounds__(kMxfp4Threads) unpack_mxfp4(const UnpackMxfp4A
   const i64 all = static_cast<i64>(panels) * args.n_experts;
   const int column = tile * Mxfp4::kTileK + t * kColumns;
   for (i64 at = blockIdx.y; at < all; at += gridDim.y) {
+    const int expert = static_cast<int>(at / panels);
+    if (!mxfp4_wanted(args.ids, args.n_ids, expert, lane)) continue;
     const u8* source = args.packed + (at * Mxfp4::tiles(args.k) + tile) * Mxfp4::kTileBytes;
     const uint4 loaded = load_stream(source + Mxfp4::value_place(lane));
     const u32 scales =
@@ -149,7 +161,7 @@ __global__ void __launch_bounds__(kMxfp4Threads) unpack_mxfp4(const UnpackMxfp4A
           mxfp4_row(static_cast<int>(at % panels), lane / 4 + half_panel * 8, gated);
       if (to.row >= args.n || column >= args.k) continue;
       const u32 scale = scales >> half_panel * 8 & 0xffu;
-      const i64 place = (at / panels * args.n + to.row) * args.k + column;
+      const i64 place = (static_cast<i64>(expert) * args.n + to.row) * args.k + column;
       T* target = (to.up ? args.up : args.w) + place;
 #pragma unroll
       for (int begin = 0; begin < kColumns; begin += kVec) {
