@@ -210,6 +210,14 @@ class Config:
         }
         return next((words for words, applies in reasons.items() if applies), None)
 
+    def size_bytes(self, itemsize: int) -> int:
+        """Count the bytes of the weights of all matrices; 32 of mxfp4 have 17."""
+        n = 0
+        if self.expert_dtype == "mxfp4":
+            layers = self.n_layers - len(self.dense_layers)
+            n = layers * self.n_experts * 3 * self.dim * self.hidden_dim
+        return (self.n_parameters - n) * itemsize + n * 17 // 32
+
     @property
     def n_parameters(self) -> int:
         """Count the weights of all matrices."""
@@ -379,6 +387,7 @@ _PRESETS = (
         n_experts_per_token=4,
         router="topk_softmax",
         router_bias=True,
+        expert_dtype="mxfp4",
     ),
     Config(
         name="minilm",

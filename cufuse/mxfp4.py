@@ -174,7 +174,8 @@ def dequantize(
     out: [n, k], of all experts [n_experts, n, k]; a pair of them when gated
     dtype: float32, float16 or bfloat16 (float64 too, of a NumPy array); the model's when left out
 
-    Returns what `out` is. Raises ValueError for sizes and TypeError for dtypes or mixed libraries.
+    Returns what `out` is; without it and with ids the others' rows are undefined. Raises ValueError
+    for sizes and TypeError for dtypes or mixed libraries.
     """
     dtype = np.dtype(packed.dtype if dtype is None else dtype)
     bound = checks.bind(
@@ -185,7 +186,7 @@ def dequantize(
     )
     if dtype not in device.FLOAT_DTYPES and not (bound.kind == "numpy" and dtype == np.float64):
         raise TypeError(f"dequantize: dtype is {dtype}, wanted float16, bfloat16 or float32")
-    array, n_experts = packed.array, packed.n_experts
+    array, n_experts = bound["packed"], packed.n_experts
     shape: tuple[int, ...] = packed.shape
     if expert is not None and ids is not None:
         raise ValueError("dequantize: expert and ids are both given, wanted one of them")
@@ -200,17 +201,21 @@ def dequantize(
     made = [
         bound.output(name, given, shape, dtype) for name, given in zip(names, outs, strict=True)
     ]
-    if packed.gated and device.overlap(*made):
+    if len(made) == 2 and device.overlap(*made):
         raise ValueError("dequantize: gate shares memory with up; give it memory of its own")
     if bound.kind == "numpy":
-        parts = reference.unpack_mxfp4(array, n_experts, packed.n, packed.k, gated=packed.gated)
-        chosen = slice(None) if ids is None else np.unique(ids[(ids >= 0) & (ids < n_experts)])
-        for target, (blocks, scales) in zip(made, parts, strict=True):
-            rows = target.reshape(n_experts, packed.n, packed.k)
-            rows[chosen] = reference.mxfp4_values(blocks[chosen], scales[chosen], dtype)
+        each = array.reshape(n_experts, -1)
+        chosen = range(n_experts) if ids is None else np.unique(ids).tolist()
+        for i in chosen:  # one by one: the intermediates are of 8 bytes a weight
+            if not 0 <= i < n_experts:
+                continue
+            parts = reference.unpack_mxfp4(each[i], 1, packed.n, packed.k, gated=packed.gated)
+            for target, part in zip(made, parts, strict=True):
+                rows = target.reshape(n_experts, packed.n, packed.k)
+                rows[i] = reference.mxfp4_values(*part, dtype)[0]
     else:
-        part = Mxfp4(array, n_experts, packed.n, packed.k, packed.dtype, packed.gated)
-        _launch_unpack(part, bound["ids"], made)
+        some = Mxfp4(array, n_experts, packed.n, packed.k, packed.dtype, packed.gated)
+        _launch_unpack(some, bound["ids"], made)
     return (made[0], made[1]) if packed.gated else made[0]
 
 

@@ -129,7 +129,7 @@ def _experts(c: Config, layer: Layer, rows: np.ndarray) -> np.ndarray:
         rows,
         ids,
         gates,
-        *_expert_matrices(layer),
+        *_expert_matrices(layer, ids),
         b_gate=layer.gate_bias,
         b_up=layer.up_bias,
         b_down=layer.down_bias,
@@ -138,11 +138,12 @@ def _experts(c: Config, layer: Layer, rows: np.ndarray) -> np.ndarray:
     )
 
 
-def _expert_matrices(layer: Layer) -> tuple[Any, Any, Any]:
+def _expert_matrices(layer: Layer, ids: np.ndarray) -> tuple[Any, Any, Any]:
+    """Return gate, up and down; of 4-bit experts those in ids."""
     if not isinstance(layer.gate_up, Mxfp4):
         return layer.gate, layer.up, layer.down
-    gate, up = mxfp4.dequantize(layer.gate_up)
-    return gate, up, mxfp4.dequantize(layer.down)
+    gate, up = mxfp4.dequantize(layer.gate_up, ids=ids)
+    return gate, up, mxfp4.dequantize(layer.down, ids=ids)
 
 
 def _gate(c: Config) -> dict[str, Any]:
