@@ -141,6 +141,25 @@ def test_a_lanes_words_are_its_fragments(to_kernels, rng, dtype):
     assert_same_bits(out, (wanted * unit).astype(dtype))
 
 
+def test_products_of_pairs_are_rounded_once(to_kernels, rng):
+    """Subnormal factors and products are kept."""
+    a, b = rng.integers(0, 1 << 16, (2, 4096), np.uint16)
+    b[:1024] = 0x7E80  # 2^126
+    a[:1024] = rng.integers(0, 1 << 9, 1024) | rng.integers(0, 2, 1024) << 15
+    out = to_kernels(np.zeros(2048, np.uint32))
+    made = jit.kernel("mxfp4.cu", "pair_products", root=PRIMITIVES)
+    args = {"a": to_kernels(a.view(np.uint32)), "b": to_kernels(b.view(np.uint32))}
+    made.launch(1, 32, {**args, "out": out, "count": 2048}, like=out)
+    with np.errstate(all="ignore"):
+        x, y = (v.view(ml_dtypes.bfloat16).astype(np.float64) for v in (a, b))
+        exact_products = x * y
+        # In units of the last place of the result, which a float64 holds.
+        exponent = np.maximum(np.frexp(exact_products)[1] - 8, -133)
+        units = np.rint(np.ldexp(exact_products, -exponent))
+        wanted = np.ldexp(units, exponent).astype(np.float32).astype(ml_dtypes.bfloat16)
+    assert_same_bits(to_numpy(out).view(ml_dtypes.bfloat16), wanted)
+
+
 # ---- packing and its inverse --------------------------------------------------------------------
 
 
@@ -377,6 +396,20 @@ def test_experts_that_do_not_fit_are_named(rng):
     del made["layers.0.gate_up"]
     with pytest.raises(ValueError, match=r"tensor layers.0.gate is missing"):
         weights.assemble(config, made)
+
+
+def test_a_config_counts_its_bytes():
+    four_bits = CONFIGS["mxfp4"]
+    whole = dataclasses.replace(four_bits, expert_dtype="model")
+    experts = 2 * 5 * 3 * 96 * 64
+    assert whole.size_bytes(2) == 2 * whole.n_parameters
+    assert four_bits.n_parameters == whole.n_parameters
+    assert whole.size_bytes(2) - four_bits.size_bytes(2) == experts * 2 - experts * 17 // 32
+    among = dataclasses.replace(four_bits, dense_layers=(0,), dense_hidden_dim=40)
+    of_rows = dataclasses.replace(among, expert_dtype="model")
+    assert of_rows.size_bytes(2) - among.size_bytes(2) == experts - experts // 2 * 17 // 32
+    made = weights.random(among, dtype=np.float16)
+    assert made.layers[0].gate.shape == (40, 96) and made.layers[1].gate_up.k == 96
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ struct Mxfp4 {
 // other three around the border of bfloat16's exponent and mantissa. So they are the value times
 // 2^-126 as it stands, also 0.5, which is no normal number in either format.
 constexpr u32 kFp4Bits = 0x81c081c0u;
+constexpr u32 kFp4Normal = 0x7e807e80u;  // 2^126 twice, in bfloat16
 constexpr u32 kFp4WordBits =
     0x1a101a10u;  // of the inner word, that lie in the outer one as they do
 
@@ -73,7 +74,7 @@ template <>
 CUFUSE_DEVICE void fp4_fragment<bfloat16>(u32 word, u32 (&a)[4]) {
   fp4_split(word, a);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) a[i] = mul_pair<bfloat16>(a[i], 0x7e807e80u);
+  for (int i = 0; i < 4; ++i) a[i] = mul_pair<bfloat16>(a[i], kFp4Normal);
 }
 
 // half has three bits less of exponent: there the values are times 2^-14, and stay so.

@@ -110,6 +110,19 @@ CUFUSE_DEVICE float mxfp4_value(u32 nibble, u32 scale) {
   return __uint_as_float(sign | (0x800000u | fraction) >> (1 - field));
 }
 
+// Two values at their places (`fp4_spread`) times a scale, as floats: products, where all of them
+// are zero or normal numbers.
+CUFUSE_DEVICE float2 mxfp4_values(u32 bits, u32 scale) {
+  if (scale < 2 || scale > 252) {
+    const u32 byte = fp4_byte(bits);
+    return make_float2(mxfp4_value(byte & 15u, scale), mxfp4_value(byte >> 4, scale));
+  }
+  float2 values;
+  unpack_pair(values.x, values.y, mul_pair<bfloat16>(bits, kFp4Normal), bfloat16{});
+  const float factor = __uint_as_float(scale << 23);
+  return make_float2(values.x * factor, values.y * factor);
+}
+
 // Whether an expert is among the ids; all lanes of a warp ask together.
 CUFUSE_DEVICE bool mxfp4_wanted(const int* ids, int n_ids, int expert, int lane) {
   if (ids == nullptr) return true;
@@ -147,13 +160,13 @@ __global__ void __launch_bounds__(kMxfp4Threads) unpack_mxfp4(const UnpackMxfp4A
     for (int apart = 0; apart < 4; ++apart) {
       swapped[apart] = __shfl_xor_sync(kFullMask, pick(words, t ^ apart), apart);
     }
-    u32 rows[2][kColumns / 2];  // a byte, two values, for each two columns
+    u32 rows[2][kColumns / 2];  // the bits of each two columns
 #pragma unroll
     for (int from = 0; from < 4; ++from) {
       u32 pairs[4];
       fp4_split(pick(swapped, from ^ t), pairs);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) rows[i % 2][i / 2 * 4 + from] = fp4_byte(pairs[i]);
+      for (int i = 0; i < 4; ++i) rows[i % 2][i / 2 * 4 + from] = pairs[i];
     }
 #pragma unroll
     for (int half_panel = 0; half_panel < 2; ++half_panel) {
@@ -163,14 +176,18 @@ __global__ void __launch_bounds__(kMxfp4Threads) unpack_mxfp4(const UnpackMxfp4A
       const u32 scale = scales >> half_panel * 8 & 0xffu;
       const i64 place = (static_cast<i64>(expert) * args.n + to.row) * args.k + column;
       T* target = (to.up ? args.up : args.w) + place;
+      T values[kColumns];
+#pragma unroll
+      for (int i = 0; i < kColumns; i += 2) {
+        const float2 two = mxfp4_values(rows[half_panel][i / 2], scale);
+        values[i] = from_float<T>(two.x);
+        values[i + 1] = from_float<T>(two.y);
+      }
 #pragma unroll
       for (int begin = 0; begin < kColumns; begin += kVec) {
         Vec<T, kVec> group;
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          const u32 byte = rows[half_panel][(begin + i) / 2];
-          group.v[i] = from_float<T>(mxfp4_value((begin + i) % 2 ? byte >> 4 : byte & 15u, scale));
-        }
+        for (int i = 0; i < kVec; ++i) group.v[i] = values[begin + i];
         store_vec<kVec>(target + begin, group);
       }
     }

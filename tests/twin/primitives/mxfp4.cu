@@ -5,6 +5,7 @@
 // instantiate: mxfp4_panel<float>
 // instantiate: mxfp4_fragments<bfloat16>
 // instantiate: mxfp4_fragments<half>
+// instantiate: pair_products
 // needs: 80
 #include "device/mxfp4.cuh"
 #include "device/panels.cuh"
@@ -60,6 +61,19 @@ __global__ void mxfp4_fragments(const Mxfp4FragmentsArgs<T> args) {
     for (int i = 0; i < 4; ++i) {
       reinterpret_cast<u32*>(args.out)[(lane * 4 + s) * 4 + i] = a[i];
     }
+  }
+}
+
+struct PairProductsArgs {
+  const u32* a;  // [count]; two bfloat16 each
+  const u32* b;
+  u32* out;
+  int count;
+};
+
+__global__ void pair_products(const PairProductsArgs args) {
+  for (int i = threadIdx.x; i < args.count; i += 32) {
+    args.out[i] = mul_pair<bfloat16>(args.a[i], args.b[i]);
   }
 }
 
