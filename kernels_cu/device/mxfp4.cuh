@@ -104,8 +104,9 @@ CUFUSE_DEVICE float mxfp4_scale(u32 scales) {
 }
 
 // The sums of a lane over the tiles that its warp multiplies. x is in shared memory as fragments
-// (`fragment_place` in panels.cuh), from the tile's first on and this lane's: x + lane % 4. A block
-// of 32 columns is added up by itself, then times its scale; nothing else decides the order.
+// (`fragment_place` in panels.cuh), from the tile's first on and this lane's: x + lane % 4; behind
+// the last column of the weights it is finite. A block of 32 columns is added up by itself, then
+// times its scale; nothing else decides the order.
 template <typename T>
 struct Mxfp4Sums {
   float first = 0.0f, second = 0.0f;  // of rows lane / 4 and 8 further, times kFp4Unit
