@@ -38,8 +38,9 @@ struct Mxfp4 {
 // 2^-126 as it stands, also 0.5, which is no normal number in either format.
 constexpr u32 kFp4Bits = 0x81c081c0u;
 constexpr u32 kFp4Normal = 0x7e807e80u;  // 2^126 twice, in bfloat16
-constexpr u32 kFp4WordBits =
-    0x1a101a10u;  // of the inner word, that lie in the outer one as they do
+// Four such pairs are not disjoint however they are turned, but one and three are: the three make
+// an inner word, of which these bits keep their places in the outer one and the others are turned.
+constexpr u32 kFp4WordBits = 0x1a101a10u;
 
 // Two values, as a checkpoint's byte has them (the first in the low nibble), to their bits.
 CUFUSE_DEVICE u32 fp4_spread(u32 byte) {
@@ -95,8 +96,8 @@ constexpr float kFp4Unit = 1.0f;
 template <>
 constexpr float kFp4Unit<half> = 6.103515625e-05f;  // 2^-14
 
-// The scale of byte kIndex of a word. 2^-127 is taken for 0, as it were beside any other product,
-// and what stands for NaN for infinity.
+// The scale of byte kIndex of a word, as a float that is normal: 0 for 2^-127, and infinity for the
+// byte that stands for NaN.
 template <int kIndex>
 CUFUSE_DEVICE float mxfp4_scale(u32 scales) {
   constexpr int kUp = 23 - 8 * kIndex;
