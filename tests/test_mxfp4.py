@@ -437,7 +437,7 @@ def test_engines_in_half_precision(to_kernels, rng, engine, dtype):
     assert isinstance(moved.layers[0].gate_up, Mxfp4)
     step = engines.get(engine).step
     got = step(moved, State(moved, capacity=8), to_kernels(tokens), all_logits=True)
-    assert relative_error(got, wanted) < {"fp16": 5e-3, "bf16": 4e-2}[dtype]
+    assert relative_error(got, wanted) < {"fp16": 1e-2, "bf16": 8e-2}[dtype]
 
 
 # ---- wrong input --------------------------------------------------------------------------------
