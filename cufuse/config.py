@@ -195,11 +195,8 @@ class Config:
             "layernorm": self.norm != "rmsnorm",
             "a norm behind the block": self.norm_placement != "pre",
             "an MLP without a gate": not self.gated,
-            "experts": bool(self.n_experts),
-            "a clamped SwiGLU": self.swiglu_limit is not None,
             "no rotary positions": not self.rope_theta or self.rotary_dim % 4 != 0,
             "a bidirectional encoder": not self.causal or not self.has_head,
-            "a QK-norm over all heads": self.qk_norm == "full",
             f"{group} query heads a KV head, more than 8": group > 8,
             f"head_dim {self.head_dim}, not a multiple of 16 up to 256": (
                 self.head_dim % 16 != 0 or self.head_dim > 256
@@ -207,6 +204,15 @@ class Config:
             f"dim {self.dim} or hidden_dim {self.hidden_dim}, not multiples of 8": (
                 self.dim % 8 != 0 or self.hidden_dim % 8 != 0
             ),
+            "a shared or dense width that is not a multiple of 8": (
+                self.shared_hidden_dim % 8 != 0 or self.dense_hidden_dim % 8 != 0
+            ),
+            "biases in dense layers among experts": bool(self.dense_layers) and self.mlp_bias,
+            f"{self.n_layers} layers with dense ones among experts, more than 128": (
+                bool(self.dense_layers) and self.n_layers > 128
+            ),
+            f"{self.n_experts} experts, more than 1024": self.n_experts > 1024,
+            "experts of 4 bits a weight": self.expert_dtype == "mxfp4",
         }
         return next((words for words, applies in reasons.items() if applies), None)
 

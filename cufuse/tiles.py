@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -530,6 +531,9 @@ class DecodeTile:
     copies: str  # "bulk" or "async"
     split_chunks: int  # chunks of the cache that one split takes
     value_slices: int = 4  # copies that the values of a chunk come by
+    prefetch_bytes: int = (
+        0  # of likely experts, to L2 between two looks at a router; 0: no forecast
+    )
     probe: str = "last"  # word of a vector that a CTA waits for before all threads look: or "first"
 
 
@@ -593,6 +597,39 @@ def _packed_tiles(k: int, itemsize: int) -> int:
     return -(-k // (64 // itemsize)) * 2
 
 
+class RowsCut(NamedTuple):
+    """How a panel of row-major weights is cut along K: PanelShape in panels.cuh."""
+
+    tiles: int  # of 32 bytes of a row; four are a line
+    blocks: int  # of a part
+    block_tiles: int
+    last_tiles: int
+
+
+def rows_cut(k: int, itemsize: int, stage_bytes: int) -> RowsCut:
+    """Cut a panel of 16 rows of k values that lie in rows."""
+    n = -(-k * itemsize // 128) * 4
+    blocks = -(-n // (stage_bytes // 512))
+    block_tiles = _round_up(-(-n // blocks), 4)
+    return RowsCut(n, blocks, block_tiles, n - (blocks - 1) * block_tiles)
+
+
+def expert_columns(c: Config) -> tuple[int, int]:
+    """Columns of the last product of chosen and shared experts, and those of a part of it."""
+    shared = c.shared_hidden_dim
+    part = math.gcd(shared, c.hidden_dim) if shared else c.hidden_dim
+    return shared + c.n_experts_per_token * c.hidden_dim, part
+
+
+def _mlp_tiles(c: Config, itemsize: int, stage_bytes: int) -> int:
+    """Tiles of the widest x of an MLP."""
+    if not c.n_experts:
+        return _packed_tiles(c.hidden_dim, itemsize)
+    columns, part = expert_columns(c)
+    widths = [(c.dim, 1), (part, columns // part), (max(c.dense_hidden_dim, 8), 1)]
+    return max(n * rows_cut(k, itemsize, stage_bytes).tiles for k, n in widths)
+
+
 def cache_keys(c: Config, dtype: Any, tile: DecodeTile) -> int:
     """Keys of a chunk of the cache, a stage with their values, as CacheShape::kKeys has it."""
     fitting = tile.stage_bytes // 2 // (c.head_dim * np.dtype(dtype).itemsize)
@@ -611,7 +648,11 @@ def decode_shared(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
     row_bytes = c.head_dim * itemsize
     launch, threads = 128, _PANEL_WARPS * 32
     ring = tile.stages * (tile.stage_bytes + 128 + 16)
-    fragments = 32 * _packed_tiles(max(c.dim, c.q_dim, c.hidden_dim), itemsize)
+    fragments = 32 * max(
+        _packed_tiles(max(c.dim, c.q_dim), itemsize), _mlp_tiles(c, itemsize, tile.stage_bytes)
+    )
+    k = c.n_experts_per_token
+    choice = _round_up(16 + 8 * k + 4 + 4 * (k if tile.prefetch_bytes else 1), 8)
     merge = 4 * group * (c.head_dim + 8 + 2 * (cache_keys(c, dtype, tile) + 8)) * 4
     # Bins for a draw with filters, where x and partial sums are when there are any.
     sums = 4 * _PANEL_WARPS * 16 * 4
@@ -624,10 +665,11 @@ def decode_shared(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
         "partial sums": sums + 4 * 8,
         "norm": 4 * (_PANEL_WARPS if np.dtype(dtype) == np.float16 else _round_up(squares, 128)),
         "head rows": _round_up((group + 2) * row_bytes, 16),
-        "head norms": _round_up((group + 1) * row_bytes, 16) if c.qk_norm == "head" else 0,
+        "head norms": _round_up((group + 1) * row_bytes, 16) if c.qk_norm != "none" else 0,
         "angles": _round_up(c.rotary_dim * 4, 16),
         "softmax": (2 * 4 + 1) * 8 * 4,
         "roles": 3 * 52,
+        "experts": 4 + choice if c.n_experts else 0,
     }
 
 
@@ -649,13 +691,18 @@ def decode_regions(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
         "middle": vector(c.dim),
         "qkv": vector(c.q_dim + 2 * c.kv_dim),
         "attention": vector(c.q_dim),
-        "hidden": vector(c.hidden_dim),
+        "hidden": vector(
+            max(expert_columns(c)[0], c.dense_hidden_dim) if c.n_experts else c.hidden_dim
+        ),
         "parts": 2 * splits * vector(c.q_dim),
         "weights": _round_up(splits * c.n_heads, 16),
         "best": _round_up(4 * tile.ctas, 16),
         "appended": _round_up(2 * c.n_layers * c.n_kv_heads, 16),
         "drawn": 16,
         "highest": _round_up(-(-_head_panels(c) // 2), 16),
+        "router": _round_up(c.n_experts + 1, 16) if c.n_experts else 0,
+        "forecast": _round_up(c.n_experts + 1, 16) if tile.prefetch_bytes else 0,
+        "squares": _round_up((c.q_dim + c.kv_dim) // 16, 16) if c.qk_norm == "full" else 0,
     }
 
 

@@ -74,8 +74,7 @@ class Weights:
     layers: list[Layer] = dataclasses.field(default_factory=list)
     final_norm: Array = None  # [dim]
     head: Array = None  # [vocab_size, dim]; when tied and not packed, the same array as `embedding`
-    # Packed: what the arrays of all layers are views of, by their names in `Layer`, layer after
-    # layer.
+    # Packed: what the arrays of all layers are views of, as `stack_place` says.
     stacks: dict[str, Array] = dataclasses.field(default_factory=dict)
 
     @property
@@ -148,6 +147,9 @@ def _rows(name: str, value: Array | Packed | Mxfp4) -> Iterator[tuple[str, Array
 
 _NOT_ARRAYS = ("config", "layers", "stacks")
 _MATRICES = ("qkv", "out", "gate", "up", "down")  # of a layer, those that are packed
+# Of a mixture: what its experts and its router are made of stays row-major.
+_ROWS = ("router", "gate", "up", "down", "shared_router", "shared_gate", "shared_up", "shared_down")
+_EXPERTS_ALONE = ("router_bias", "router_correction", "gate_bias", "up_bias", "down_bias")
 
 
 class _Filling:
@@ -165,21 +167,23 @@ class _Filling:
         if not name.startswith("layers."):
             setattr(made, name, pack.pack(array) if packs and name == "head" else array)
             return
-        _, index, field = name.split(".")
+        _, index_text, field = name.split(".")
+        index = int(index_text)
+        in_rows = made.config.n_experts > 0 and field in _ROWS
         if not packs or isinstance(array, Mxfp4):
-            setattr(made.layers[int(index)], field, array)
-        elif field in ("gate", "up"):
+            setattr(made.layers[index], field, array)
+        elif field in ("gate", "up") and not in_rows:
             self._halves[field] = array
             if len(self._halves) == 2:
                 gate, up = self._halves.pop("gate"), self._halves.pop("up")
-                self._pack("gate_up", int(index), gate, up)
-        elif field in _MATRICES:
-            self._pack(field, int(index), array)
+                self._pack("gate_up", index, gate, up)
+        elif field in _MATRICES and not in_rows:
+            self._pack(field, index, array)
         else:
-            place = self._place(field, int(index), array.size, array)
+            place = self._place(field, index, array.size, array).reshape(array.shape)
             with device.on_device_of(array):
                 place[...] = array
-            setattr(made.layers[int(index)], field, place)
+            setattr(made.layers[index], field, place)
 
     def weights(self, *, tied: bool) -> Weights:
         """Return what was put together; a tied head is made of the embedding."""
@@ -196,9 +200,41 @@ class _Filling:
     def _place(self, field: str, index: int, size: int, like: Array) -> Array:
         """Return the part of a stack that belongs to a layer."""
         stacks = self._made.stacks
-        if field not in stacks:
-            stacks[field] = device.empty((len(self._made.layers) * size,), like.dtype, like)
-        return stacks[field][index * size : (index + 1) * size]
+        stack, first, total = stack_place(self._made.config, field, index, size)
+        if stack not in stacks:
+            stacks[stack] = device.empty((total,), like.dtype, like)
+        return stacks[stack][first : first + size]
+
+
+def stack_place(config: Config, field: str, layer: int, size: int) -> tuple[str, int, int]:
+    """Return the stack in which a layer's field lies, its first element there and the whole's size.
+
+    size: elements of the field
+
+    A field has a stack of its name, layer after layer. In a mixture, layers with experts and those
+    with one MLP have stacks of their own, but for gates and ups; a shared gate (or up) comes behind
+    the layer's experts, and the shared expert's router behind the experts' routers.
+    """
+    c = config
+    mixtures = [i for i in range(c.n_layers) if c.is_moe_layer(i)]
+    before = sum(i < layer for i in mixtures)
+    dense_before, n_dense = layer - before, c.n_layers - len(mixtures)
+    if not c.n_experts or field not in (*_ROWS, *_EXPERTS_ALONE):
+        return field, layer * size, c.n_layers * size
+    if field in ("router", "shared_router"):
+        each = (c.n_experts + c.shared_gated) * c.dim
+        behind = c.n_experts * c.dim if field == "shared_router" else 0
+        return "router", before * each + behind, len(mixtures) * each
+    if field in ("gate", "up", "shared_gate", "shared_up"):
+        experts = c.n_experts * c.hidden_dim * c.dim
+        each, dense = experts + c.shared_hidden_dim * c.dim, c.dense_hidden_dim * c.dim
+        first = before * each + dense_before * dense
+        behind = experts if field.startswith("shared_") else 0
+        total = len(mixtures) * each + n_dense * dense
+        return field.removeprefix("shared_"), first + behind, total
+    if field == "down" and not c.is_moe_layer(layer):
+        return "dense_down", dense_before * size, n_dense * size
+    return field, before * size, len(mixtures) * size
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:

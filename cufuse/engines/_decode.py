@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cufuse import device, jit, tiles
+from cufuse import device, jit, tensor_map, tiles
 from cufuse.config import Config
 from cufuse.device import Array
 from cufuse.generate import Sampling
@@ -18,13 +18,13 @@ from cufuse.ops.sample import filters_of
 from cufuse.pack import Packed
 from cufuse.state import State
 from cufuse.tiles import DecodeTile
-from cufuse.weights import Weights
+from cufuse.weights import Weights, stack_place
 
 BUDGET_SECONDS = 2.0  # for a token; a launch that takes longer gives up
 _TWIN_BUDGET_SECONDS = 1e6  # the twin has a budget of its own
 
-# The phases of a layer in their order, and what each reads beside the cache; the head's comes last.
-LAYER_PHASES = {
+# What each phase of a layer reads beside the cache; the head's comes last.
+_READS = {
     "qkv": ("attn_norm", "qkv", "qkv_bias"),
     "attention": ("q_norm", "k_norm", "sinks"),
     "output": ("out", "out_bias"),
@@ -32,6 +32,12 @@ LAYER_PHASES = {
     "down": ("down", "down_bias"),
 }
 _HEAD = ("final_norm", "head")
+
+
+def layer_phases(c: Config, layer: int) -> tuple[str, ...]:
+    """Return the phases of a layer in their order."""
+    mlp = ("router", "experts", "combine") if c.is_moe_layer(layer) else ("gate_up", "down")
+    return ("qkv", "attention", "output", *mlp)
 
 
 def applies(weights: Weights, state: State, tokens: Array) -> bool:
@@ -72,9 +78,10 @@ def check(engine: str, weights: Weights, *, batch: int = 1) -> None:
 
 
 _STACKS = (
-    *("qkv", "out", "gate_up", "down"),
+    *("qkv", "out", "gate_up", "down", "router", "gate", "up", "shared_down", "dense_down"),
     *("attn_norm", "mlp_norm", "q_norm", "k_norm"),
     *("qkv_bias", "out_bias", "gate_bias", "up_bias", "down_bias", "sinks"),
+    *("router_bias", "router_correction"),
 )
 
 
@@ -82,39 +89,113 @@ def arrays(weights: Weights) -> dict[str, Array]:
     """Return the arrays of a model by the names of DecodeArgs; None for what it does not have."""
     kept = getattr(weights, "_decode_arrays", None)
     if kept is None:
-        n = weights.config.n_layers
         kept = {
             "embedding": weights.embedding,
             "head": weights.head.array,
             "final_norm": weights.final_norm,
-            **{name: _first(n, name, weights) for name in _STACKS},
+            **{name: _first_layers(name, weights) for name in _STACKS},
+            "forecast": _forecast(weights),
         }
         weights._decode_arrays = kept  # type: ignore[attr-defined]
     return kept
 
 
-def _first(n_layers: int, name: str, weights: Weights) -> Array:
-    """Return what a stack holds of the first layers: a cut model shares it with the whole one."""
-    if name not in weights.stacks:
+def _first_layers(stack: str, weights: Weights) -> Array:
+    """Return what a stack holds of a model's layers: a cut one shares it with the whole one."""
+    if stack not in weights.stacks:
         return None
-    value = getattr(weights.layers[0], name)
-    size = (value.array if isinstance(value, Packed) else value).size
-    return weights.stacks[name][: n_layers * size]
+    field = "down" if stack == "dense_down" else stack
+    for i, layer in enumerate(weights.layers):
+        value = getattr(layer, field)
+        if value is None:
+            continue
+        size = (value.array if isinstance(value, Packed) else value).size
+        name, _, total = stack_place(weights.config, field, i, size)
+        if name == stack:
+            return weights.stacks[stack][:total]
+    return None  # of no layer that is left
+
+
+def _forecast(weights: Weights) -> Array:
+    """Return routers [layers with experts, n_experts, dim] that multiply what qkv's norm makes.
+
+    A router's weight times mlp_norm / attn_norm: so what a layer begins with is routed as if
+    attention added nothing to it. It tells which experts to fetch early, and no result needs it.
+    """
+    c = weights.config
+    mixtures = [layer for i, layer in enumerate(weights.layers) if c.is_moe_layer(i)]
+    if not mixtures:
+        return None
+    made = device.empty((len(mixtures), c.n_experts, c.dim), weights.dtype, weights.embedding)
+    one = 1.0 if c.norm_rounding == "one_plus" else 0.0
+    with device.on_device_of(made):
+        for i, layer in enumerate(mixtures):
+            norms = (
+                layer.mlp_norm.astype(np.float32) + one,
+                layer.attn_norm.astype(np.float32) + one,
+            )
+            ratio = norms[0] / (norms[1] + (abs(norms[1]) < 1e-3))  # none is divided by 0
+            made[i] = (layer.router.astype(np.float32) * ratio).astype(made.dtype)
+    return made
+
+
+def _maps(weights: Weights, tile: DecodeTile) -> dict[str, bytes]:
+    """Return the maps of what the decode kernels read in rows, by the names of DecodeArgs."""
+    kept: dict[str, bytes] | None = getattr(weights, "_decode_maps", None)
+    if kept is None:
+        c, made = weights.config, arrays(weights)
+        _, part = tiles.expert_columns(c)
+        # Columns of a row, those of a panel's part, rows of a box.
+        kinds = {
+            "router": (c.dim, c.dim, 16),
+            "gate": (c.dim, c.dim, 8),
+            "up": (c.dim, c.dim, 8),
+            "down": (c.hidden_dim, part, 16),
+            "shared_down": (c.shared_hidden_dim, part, 16),
+            "dense_down": (c.dense_hidden_dim, c.dense_hidden_dim, 16),
+            "forecast": (c.dim, c.dim, 16),
+        }
+        kept = {
+            f"{name}_map": _rows_map(made[name], *kind, tile)
+            if c.n_experts and made[name] is not None and tile.copies == "bulk"
+            else tensor_map.NONE
+            for name, kind in kinds.items()
+        }
+        weights._decode_maps = kept  # type: ignore[attr-defined]
+    return kept
+
+
+def _rows_map(array: Array, columns: int, part: int, box_rows: int, tile: DecodeTile) -> bytes:
+    """Return the map of a matrix in boxes as Filler::fill_rows copies them."""
+    itemsize, rows = array.dtype.itemsize, array.reshape(-1, columns)
+    line = 128 // itemsize
+    if part % line:
+        return tensor_map.boxes(rows, (box_rows, line), swizzle=128)
+    lines = rows.reshape(len(rows), columns // line, line).transpose(1, 0, 2)
+    block = tiles.rows_cut(part, itemsize, tile.stage_bytes).block_tiles // 4
+    return tensor_map.boxes(lines, (block, box_rows, line), swizzle=128)
 
 
 # ---- launches -----------------------------------------------------------------------------------
 
 
 def template(
-    c: Config, dtype: Any, tile: DecodeTile, *, trace: bool = False, filtered: bool = False
+    c: Config,
+    dtype: Any,
+    tile: DecodeTile,
+    *,
+    trace: bool = False,
+    filtered: bool = False,
+    forecasts: bool = False,
 ) -> tuple[Any, ...]:
     """Return the kernels' template values: their shape."""
     values = (
         np.dtype(dtype),
         f"Act::{c.activation}",
+        f"Gate::{'plain' if c.swiglu_limit is None else 'clamped'}",
         f"Rounding::{c.norm_rounding}",
         f"Pairing::{'interleaved' if c.rope_interleaved else 'half_split'}",
-        c.qk_norm == "head",
+        f"QkNorm::{c.qk_norm}",
         c.dim,
         c.hidden_dim,
         c.n_heads,
@@ -134,8 +215,29 @@ def template(
         f"Probe::{tile.probe}",
         trace,
         f"Draw::{'filtered' if filtered else 'plain'}",
+        _mlp(c, forecasts),
     )
     return (f"DecodeShape<{', '.join(map(jit.cpp, values))}>",)
+
+
+def _mlp(c: Config, forecasts: bool) -> str:
+    """Return the type that tells a mixture from models whose layers have one MLP each."""
+    if not c.n_experts:
+        return "OneMlp"
+    values = (
+        c.n_experts,
+        c.n_experts_per_token,
+        f"Router::{c.router}",
+        c.norm_topk_prob,
+        c.router_groups,
+        c.router_top_groups,
+        c.router_correction,
+        c.shared_hidden_dim,
+        c.shared_gated,
+        c.dense_hidden_dim if c.dense_layers else 0,
+        forecasts,
+    )
+    return f"Mixture<{', '.join(map(jit.cpp, values))}>"
 
 
 def launch(
@@ -174,7 +276,10 @@ def launch(
             c.vocab_size, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
         )
     )
+    dense = sum(1 << layer for layer in c.dense_layers)
+    chosen = (n_tokens, c.n_layers, c.n_experts_per_token)
     args = {
+        **_maps(weights, tile),
         **arrays(weights),
         "cos": state.cos,
         "sin": state.sin,
@@ -186,22 +291,36 @@ def launch(
         "start": state.start,
         "control": state.control,
         "words": state.zeroed("words", (tiles.decode_words(c, weights.dtype, tile),), np.uint64),
+        "experts": state.buffer("experts", chosen, "int32") if c.n_experts else None,
         "trace": trace,
         "budget_ns": int(seconds * 1e9),
         "seed": sampling.seed,
+        "dense_low": dense & (2**64 - 1),
+        "dense_high": dense >> 64,
         "n_tokens": n_tokens if phase in (None, "head") else 0,
         "n_given": tokens.size,
         "layer": layer,
+        "prefetch_bytes": tile.prefetch_bytes,
         "all_logits": int(all_logits),
         "capacity": state.all_keys.shape[3],
         "window": c.window or 0,
         "window_every": c.window_every,
         "eps": c.norm_eps,
         "inverse_temperature": 1.0 / sampling.temperature if sampling.temperature else 0.0,
+        "routed_scale": c.routed_scale,
+        "limit": c.swiglu_limit or 0.0,
+        "alpha": c.swiglu_alpha,
         **(filters or {"top_k": 0, "share": 0, "min_p": 0.0, "mass_scale": 0.0}),
     }
     file, name = kernel
-    values = template(c, weights.dtype, tile, trace=trace is not None, filtered=bool(filters))
+    values = template(
+        c,
+        weights.dtype,
+        tile,
+        trace=trace is not None,
+        filtered=bool(filters),
+        forecasts=phase is None and tile.prefetch_bytes > 0,
+    )
     if phase is not None:
         values = (*values, f"Phase::{phase}")
     jit.kernel(file, name, *values).launch(
@@ -211,7 +330,7 @@ def launch(
         like=state.start,
         shared_bytes=tiles.decode_shared_bytes(c, weights.dtype, tile),
         cooperative=True,
-        size_bytes=size_bytes(weights, state, n_tokens, phase),
+        size_bytes=size_bytes(weights, state, n_tokens, phase, layer),
     )
     return logits
 
@@ -226,8 +345,13 @@ def skip_tags(state: State) -> None:
     )
 
 
-def size_bytes(weights: Weights, state: State, n_tokens: int, phase: str | None = None) -> int:
-    """Bytes that a launch has to read: weights once a token, and the cache so far."""
+def size_bytes(
+    weights: Weights, state: State, n_tokens: int, phase: str | None = None, layer: int = 0
+) -> int:
+    """Bytes that a launch has to read: weights once a token, and the cache so far.
+
+    Of a mixture those of the experts that a token goes to.
+    """
     c, made = weights.config, arrays(weights)
 
     def once(names: tuple[str, ...]) -> int:
@@ -235,8 +359,41 @@ def size_bytes(weights: Weights, state: State, n_tokens: int, phase: str | None 
 
     keys = n_tokens * state.length + n_tokens * (n_tokens - 1) // 2
     cache = 2 * c.n_layers * c.kv_dim * np.dtype(weights.dtype).itemsize * keys
-    if phase is None:
-        return n_tokens * once(tuple(made)[1:]) + cache  # a token takes one row of the embedding
     if phase == "head":
         return once(_HEAD)
-    return (once(LAYER_PHASES[phase]) + (cache if phase == "attention" else 0)) // c.n_layers
+    if phase is None:
+        shared = ("attn_norm", "mlp_norm", *_READS["qkv"][1:], *_READS["attention"])
+        layers = once((*shared, *_READS["output"]))
+        layers += sum(_mlp_bytes(weights, i) for i in range(c.n_layers))
+        # A token takes one row of the embedding.
+        return n_tokens * (layers + once(_HEAD)) + cache
+    if phase in ("gate_up", "down", "router", "experts", "combine"):
+        return _mlp_bytes(weights, layer, phase)
+    return (once(_READS[phase]) + (cache if phase == "attention" else 0)) // c.n_layers
+
+
+def _mlp_bytes(weights: Weights, layer: int, phase: str | None = None) -> int:
+    """Bytes of a layer's MLP that a token reads, or of a phase of it."""
+    c, of = weights.config, weights.layers[layer]
+
+    def size(*values: Array | Packed) -> int:
+        return sum(
+            value.size_bytes if isinstance(value, Packed) else value.nbytes
+            for value in values
+            if value is not None
+        )
+
+    if not c.is_moe_layer(layer):
+        parts = {
+            "gate_up": size(of.gate, of.up, of.gate_up, of.gate_bias, of.up_bias),
+            "down": size(of.down, of.down_bias),
+        }
+    else:
+        k, n = c.n_experts_per_token, c.n_experts
+        parts = {
+            "router": size(of.router, of.router_bias, of.router_correction, of.shared_router),
+            "experts": size(of.gate, of.up, of.gate_bias, of.up_bias) * k // n
+            + size(of.shared_gate, of.shared_up),
+            "combine": size(of.down, of.down_bias) * k // n + size(of.shared_down),
+        }
+    return sum(parts.values()) if phase is None else parts[phase]

@@ -78,7 +78,7 @@ def _by_phases(
         _decode.skip_tags(state)
     state.unfinished = True
     for layer in range(weights.config.n_layers):
-        for phase in _decode.LAYER_PHASES:
+        for phase in _decode.layer_phases(weights.config, layer):
             launch(phase, layer)
     logits = launch("head")
     state.unfinished = False

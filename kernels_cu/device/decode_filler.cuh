@@ -8,7 +8,9 @@ namespace cufuse {
 template <typename Shape>
 struct Filler : Role<Shape, kFillerRole> {
   using T = typename Shape::T;
+  using Mlp = typename Shape::Mlp;
   RingFiller<typename Shape::Ring, Shape::kRingAt> filler;
+  u32 chosen_tag = 0, choices = 0;  // of the layer whose experts are chosen; how many were
 
   CUFUSE_DEVICE explicit Filler(const DecodeArgs<T>& args) : Role<Shape, kFillerRole>(args) {}
 
@@ -52,11 +54,107 @@ struct Filler : Role<Shape, kFillerRole> {
   }
   CUFUSE_DEVICE void gate_up(int layer) {
     filler.window = Shape::Ring::kWindow;
-    weights<Shape::kGateUpPanels, Shape::kDim>(this->args.gate_up, layer);
+    if constexpr (Mlp::kRoutes) {
+      const i64 first = rows_before(layer);
+      rows<Shape::kDensePanels, typename Shape::GateUpRows>(
+          [&](int panel, int) { return gate_up_place(first + panel * 8); });
+    } else {
+      weights<Shape::kGateUpPanels, Shape::kDim>(this->args.gate_up, layer);
+    }
   }
   CUFUSE_DEVICE void down(int layer) {
-    weights<Shape::kDownPanels, Shape::kHidden>(this->args.down, layer);
+    if constexpr (Mlp::kRoutes) {
+      const i64 first = static_cast<i64>(this->dense_before(layer)) * Shape::kDim;
+      rows<Shape::kDownPanels, typename Shape::DenseDown>([&](int panel, int) {
+        return Place{&this->args.dense_down_map,
+                     nullptr,
+                     this->args.dense_down,
+                     nullptr,
+                     first + panel * kPanelRows,
+                     0,
+                     Mlp::kDense,
+                     Shape::kDim - panel * kPanelRows};
+      });
+    } else {
+      weights<Shape::kDownPanels, Shape::kHidden>(this->args.down, layer);
+    }
   }
+
+  // A mixture's.
+  CUFUSE_DEVICE void forecast(int layer) {
+    const i64 first = static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts;
+    rows<Shape::kRouterPanels, typename Shape::RouterPanel>([&](int panel, int) {
+      return Place{&this->args.forecast_map,
+                   nullptr,
+                   this->args.forecast,
+                   nullptr,
+                   first + panel * kPanelRows,
+                   0,
+                   Shape::kDim,
+                   Mlp::kExperts - panel * kPanelRows};
+    });
+  }
+  CUFUSE_DEVICE void router(int layer) {
+    const i64 first = static_cast<i64>(this->experts_before(layer)) * Mlp::kLogits;
+    rows<Shape::kRouterPanels, typename Shape::RouterPanel>([&](int panel, int) {
+      return Place{&this->args.router_map,
+                   nullptr,
+                   this->args.router,
+                   nullptr,
+                   first + panel * kPanelRows,
+                   0,
+                   Shape::kDim,
+                   Mlp::kLogits - panel * kPanelRows};
+    });
+  }
+  CUFUSE_DEVICE void experts(int layer) {
+    filler.window = Shape::Ring::kWindow;
+    const i64 first = rows_before(layer);
+    const bool takes_part = rows<Shape::kExpertsPanels, typename Shape::GateUpRows>([&](int panel,
+                                                                                        int) {
+      const int routed = panel - Shape::kSharedPanels;
+      if (routed < 0) {
+        return gate_up_place(first + static_cast<i64>(Mlp::kExperts) * Shape::kHidden + panel * 8);
+      }
+      choose(layer);
+      const int expert =
+          choice_here<Shape>().expert[static_cast<u32>(routed) / Shape::kExpertPanels];
+      return gate_up_place(first + static_cast<i64>(expert) * Shape::kHidden +
+                           static_cast<u32>(routed) % Shape::kExpertPanels * 8);
+    });
+    if (takes_part) choose(layer);
+  }
+  CUFUSE_DEVICE void combine(int layer) {
+    using Panel = typename Shape::ExpertsDown;
+    constexpr int kSharedParts = Mlp::kShared / Shape::kPartColumns;
+    constexpr int kExpertParts = Shape::kHidden / Shape::kPartColumns;
+    const i64 mixtures = this->experts_before(layer);
+    rows<Shape::kDownPanels, Panel>([&](int panel, int part) {
+      const int routed = part - kSharedParts;
+      if (routed < 0) {
+        return Place{&this->args.shared_down_map,
+                     nullptr,
+                     this->args.shared_down,
+                     nullptr,
+                     mixtures * Shape::kDim + panel * kPanelRows,
+                     part * Shape::kPartColumns,
+                     Mlp::kShared,
+                     Shape::kDim - panel * kPanelRows};
+      }
+      choose(layer);
+      const int expert = choice_here<Shape>().expert[static_cast<u32>(routed) / kExpertParts];
+      const int column = static_cast<u32>(routed) % kExpertParts * Shape::kPartColumns;
+      return Place{&this->args.down_map,
+                   nullptr,
+                   this->args.down,
+                   nullptr,
+                   (mixtures * Mlp::kExperts + expert) * Shape::kDim + panel * kPanelRows,
+                   column,
+                   Shape::kHidden,
+                   Shape::kDim - panel * kPanelRows};
+    });
+  }
+
   CUFUSE_DEVICE void head() { weights<Shape::kHeadPanels, Shape::kDim>(this->args.head, 0); }
   CUFUSE_DEVICE void end() {
     filler.drain();
@@ -77,6 +175,218 @@ struct Filler : Role<Shape, kFillerRole> {
         filler.fill(source + block * Panel::kBlockTiles * Packing<T>::kTileBytes,
                     Panel::block_bytes(block), this->tracer);
       }
+    }
+  }
+
+  // Where a panel's rows are: of one matrix, or the second's beside the first's.
+  struct Place {
+    const TensorMap* map;
+    const TensorMap* second_map;
+    const T* data;
+    const T* second;
+    i64 row;
+    int column;
+    int pitch;  // columns of a row
+    int rows;   // that are the panel's
+  };
+
+  CUFUSE_DEVICE Place gate_up_place(i64 row) const {
+    return {&this->args.gate_map, &this->args.up_map, this->args.gate, this->args.up, row, 0,
+            Shape::kDim,          kPanelRows};
+  }
+  // Rows of the gates (and of the ups) of the layers before.
+  CUFUSE_DEVICE i64 rows_before(int layer) const {
+    constexpr i64 kRows = static_cast<i64>(Mlp::kExperts) * Shape::kHidden + Mlp::kShared;
+    return this->experts_before(layer) * kRows +
+           static_cast<i64>(this->dense_before(layer)) * Mlp::kDense;
+  }
+
+  // This CTA's panels of row-major weights; place(panel, part). Whether there are any.
+  template <int kPanels, typename Panel, typename AnyPlace>
+  CUFUSE_DEVICE bool rows(const AnyPlace& place) {
+    const int first = this->take(kPanels);
+    for (int panel = first; panel < kPanels; panel += Shape::kCtas) {
+#pragma unroll 1
+      for (int part = 0; part < Panel::kParts; ++part) {
+        const Place at = place(panel, part);
+#pragma unroll 1
+        for (int block = 0; block < Panel::kPartBlocks; ++block) fill_rows<Panel>(at, block);
+      }
+    }
+    return first < kPanels;
+  }
+
+  template <typename Panel>
+  CUFUSE_DEVICE void fill_rows(const Place& at, int block) {
+    using Rows = BlockRows<Panel>;
+    constexpr int kMatrices = Panel::kGated ? 2 : 1;
+    constexpr int kRows = Rows::kRowsTogether;
+    const int line = block * Rows::kLines;
+#if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
+    if constexpr (Shape::Ring::kCopies == Copies::bulk) {
+      const int row = static_cast<int>(at.row);
+      constexpr int kBytes = Rows::kLines * kRows * Rows::kLineBytes;  // of one matrix
+      auto map = [&](int i) -> const TensorMap& { return i == 0 ? *at.map : *at.second_map; };
+      if constexpr (kInLines<T, Panel::kK>) {
+        // A box is a block: lines of the rows' next 128 bytes behind each other.
+        const int first = at.column / Panel::kLineColumns + line;
+        filler.template fill_boxes<kMatrices>(
+            kMatrices * kBytes,
+            [&](int i, unsigned char* stage, u64* barrier) {
+              copy_tensor_hinted(stage + i * kBytes, map(i), barrier, filler.policy, 0, row, first);
+            },
+            this->tracer);
+      } else {
+        filler.template fill_boxes<kMatrices * Rows::kLines>(
+            kMatrices * kBytes,
+            [&](int i, unsigned char* stage, u64* barrier) {
+              const int column = at.column + (line + i / kMatrices) * Panel::kLineColumns;
+              copy_tensor_hinted(
+                  stage + i % kMatrices * kBytes + i / kMatrices * kRows * Rows::kLineBytes,
+                  map(i % kMatrices), barrier, filler.policy, column, row);
+            },
+            this->tracer);
+      }
+    }
+#endif
+    if constexpr (Shape::Ring::kCopies == Copies::async) {
+      filler.fill_by_warp(
+          [&](unsigned char* stage) {
+            constexpr int kPer16Bytes = 16 / static_cast<int>(sizeof(T));
+            for (int i = lane_here(); i < Rows::kLines * 16 * 8; i += 32) {
+              const int chunk = i % 8, row = i / 8 % 16;
+              const int column = (line + i / 128) * Panel::kLineColumns + chunk * kPer16Bytes;
+              const unsigned char* to =
+                  Rows::line(stage, row % 8, row >= 8) + i / 128 * Rows::kColumnBytes;
+              const bool second = Panel::kGated && row >= 8;
+              const i64 at_row = at.row + (Panel::kGated ? row % 8 : row);
+              const T* from =
+                  (second ? at.second : at.data) + at_row * at.pitch + at.column + column;
+              const bool there = column < Panel::kK && row < at.rows;
+              copy_async(const_cast<unsigned char*>(to) + (chunk ^ Rows::swap(to)) * 16,
+                         there ? from : at.data, there ? 16 : 0);
+            }
+          },
+          this->tracer);
+    }
+  }
+
+  // Sends this CTA's shares of likely experts to L2, some bytes at a time: gates and ups of all,
+  // then what is multiplied last.
+  struct Prefetcher {
+    const Filler& filler;
+    const i64 gate_rows, down_rows;  // before the layer's
+    bool knows = false;
+    int matrix = 0, at = 0;
+
+    CUFUSE_DEVICE Prefetcher(const Filler& filler, int layer)
+        : filler(filler),
+          gate_rows(filler.rows_before(layer)),
+          down_rows(static_cast<i64>(filler.experts_before(layer)) * Mlp::kExperts * Shape::kDim) {}
+
+    CUFUSE_DEVICE void go_on(int layer) {
+#if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
+      constexpr i64 kBytes = static_cast<i64>(Shape::kHidden) * Shape::kDim * sizeof(T);
+      constexpr int kShare = round_up((kBytes + Shape::kCtas - 1) / Shape::kCtas, 16);
+      if (!knows) {
+        knows = filler.look_ahead(layer);
+        return;
+      }
+      if (matrix == 3 * Mlp::kTop || filler.args.prefetch_bytes == 0) return;
+      const i64 first = static_cast<i64>(blockIdx.x) * kShare + at;
+      const int rest =
+          static_cast<int>(kBytes - first < kShare - at ? kBytes - first : kShare - at);
+      const int size = min(rest, filler.args.prefetch_bytes);
+      if (size > 0 && lane_here() == 0) {
+        const bool is_down = matrix >= 2 * Mlp::kTop;
+        const int which = is_down ? matrix - 2 * Mlp::kTop : matrix / 2;
+        const int expert = choice_here<Shape>().likely[which];
+        const T* from =
+            is_down ? filler.args.down +
+                          (down_rows + static_cast<i64>(expert) * Shape::kDim) * Shape::kHidden
+                    : (matrix % 2 ? filler.args.up : filler.args.gate) +
+                          (gate_rows + static_cast<i64>(expert) * Shape::kHidden) * Shape::kDim;
+        prefetch_bulk(reinterpret_cast<const unsigned char*>(from) + first, static_cast<u32>(size));
+      }
+      at += size;
+      if (size == rest || size <= 0) {
+        at = 0;
+        ++matrix;
+      }
+#endif
+    }
+  };
+
+  // Whether a forecast of the layer's experts is there: then the likely ones are known.
+  CUFUSE_DEVICE bool look_ahead(int layer) const {
+    using Choose = Chooser<Mlp>;
+    const u64* words = this->words(Shape::kForecast) + Choose::expert(0);
+    const u32 tag = this->tag(layer);
+    Choose chooser;
+    bool there = true;
+#pragma unroll
+    for (int i = 0; i < Choose::kMine; ++i) {
+      const u64 seen = Choose::has(i) ? look(words + i) : tagged(0, tag);
+      there = there && has_tag(seen, tag);
+      chooser.logits[i] = __uint_as_float(static_cast<u32>(seen));
+    }
+    if (!__all_sync(kFullMask, there)) return false;
+    chooser.forecast(correction(layer), choice_here<Shape>());
+    __syncwarp();
+    return true;
+  }
+
+  CUFUSE_DEVICE const float* correction(int layer) const {
+    if constexpr (!Mlp::kCorrects) return nullptr;
+    return this->args.router_correction +
+           static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts;
+  }
+
+  // The experts of a layer, when the router's logits are there.
+  CUFUSE_DEVICE void choose(int layer) {
+    using Choose = Chooser<Mlp>;
+    const u32 tag = this->tag(layer);
+    if (chosen_tag == tag) return;
+    chosen_tag = tag;
+    const u32 since = this->tracer.now();
+    const u64* words = this->words(Shape::kLogits) + Choose::expert(0);
+    Choose chooser;
+    // One word is looked at until it is there, and memory has something to do meanwhile; then all.
+    const u64* last = this->words(Shape::kLogits) + Mlp::kExperts - 1;
+    Prefetcher prefetcher(*this, layer);
+    while (!__any_sync(kFullMask, has_tag(look(last), tag) || is_over())) {
+      if constexpr (Mlp::kForecasts) prefetcher.go_on(layer);
+    }
+    for (bool there = false, over = false; !there && !over;) {
+      over = is_over();
+      u64 seen[Choose::kMine];
+#pragma unroll
+      for (int i = 0; i < Choose::kMine; ++i) {
+        if (Choose::has(i)) seen[i] = look(words + i);
+      }
+      there = true;
+#pragma unroll
+      for (int i = 0; i < Choose::kMine; ++i) {
+        there = there && (!Choose::has(i) || has_tag(seen[i], tag));
+        chooser.logits[i] = Choose::has(i) ? __uint_as_float(static_cast<u32>(seen[i])) : 0.0f;
+      }
+    }
+    __syncwarp();
+    this->tracer.waited(kWaitingForActivations, since, this->tracer.now());
+    auto& choice = choice_here<Shape>();
+    if (choices > 0) wait_for(&choice.read, (choices - 1) & 1);
+    ++choices;
+    chooser.choose(correction(layer), this->args.routed_scale, choice);
+    if (Mlp::kSharedGated && lane_here() == 0) {
+      const u64* word = this->words(Shape::kLogits) + Mlp::kExperts;
+      choice.shared_weight = sigmoid(__uint_as_float(settle(look(word), word, tag)));
+    }
+    __syncwarp();
+    if (lane_here() == 0) mbarrier_arrive(&choice.made);
+    if (this->args.experts && blockIdx.x == 0) {
+      int* experts =
+          this->args.experts + (static_cast<i64>(this->n()) * Shape::kLayers + layer) * Mlp::kTop;
+      for (int i = lane_here(); i < Mlp::kTop; i += 32) experts[i] = choice.expert[i];
     }
   }
 

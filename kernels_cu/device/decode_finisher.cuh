@@ -9,18 +9,26 @@ namespace cufuse {
 template <typename Shape>
 struct Finisher : Role<Shape, kFinisherRole> {
   using T = typename Shape::T;
+  using Mlp = typename Shape::Mlp;
   u32 panels_done = 0;
   u64 best_rank = 0;
+  float last_scale = 1.0f;
+  u32 chosen_tag = 0;                 // of the layer whose experts are known
+  u32 choices = 0, choices_left = 0;  // how many were, and of how many nothing is needed any more
 
   CUFUSE_DEVICE explicit Finisher(const DecodeArgs<T>& args) : Role<Shape, kFinisherRole>(args) {}
 
   CUFUSE_DEVICE void qkv(int layer) {
     const T* bias = this->args.qkv_bias ? this->args.qkv_bias + layer * Shape::kQkvDim : nullptr;
     u64* words = this->words(Shape::kQkv);
-    panels<Shape::kQkvPanels, Shape::kDim, true>([&](int row) {
+    panels<Shape::kQkvPanels, typename Shape::template Panel<Shape::kDim>, true>([&](int row) {
       const float b = bias && row < Shape::kQkvDim ? to_float(bias[row]) : 0.0f;
       const Outlet outlet(words, row, Shape::kQkvDim, this->tag(layer));
-      return [=](float sum) { outlet.hand_on(bias ? sum + b : sum); };
+      return [=](float sum) {
+        const float value = bias ? sum + b : sum;
+        outlet.hand_on(value);
+        if constexpr (Shape::kFullNorm) add_squares(row, value, layer);
+      };
     });
   }
 
@@ -30,38 +38,87 @@ struct Finisher : Role<Shape, kFinisherRole> {
 
   CUFUSE_DEVICE void output(int layer) {
     // The residual of the first layer is the embedding.
-    const T* embedded =
-        layer == 0 && starts(Shape::kOutPanels) ? this->embedding_row(this->token()) : nullptr;
-    add_residual<Shape::kOutPanels, Shape::kQDim>(
-        this->args.out_bias ? this->args.out_bias + layer * Shape::kDim : nullptr, embedded,
+    const T* embedded = layer == 0 && this->starts(Shape::kOutPanels)
+                            ? this->embedding_row(this->token())
+                            : nullptr;
+    const T* bias = offset(this->args.out_bias, static_cast<i64>(layer) * Shape::kDim);
+    add_residual<Shape::kOutPanels, typename Shape::template Panel<Shape::kQDim>>(
+        [=](int row) { return to_float(bias[row]); }, bias != nullptr, embedded,
         this->words(Shape::kX), this->tag(layer - 1), this->words(Shape::kMiddle), layer);
   }
 
   CUFUSE_DEVICE void gate_up(int layer) {
-    const i64 at = static_cast<i64>(layer) * Shape::kHidden;
-    const T* gate_bias = this->args.gate_bias ? this->args.gate_bias + at : nullptr;
-    const T* up_bias = this->args.up_bias ? this->args.up_bias + at : nullptr;
-    u64* words = this->words(Shape::kHiddenWords);
-    panels<Shape::kGateUpPanels, Shape::kDim, true>([&](int row) {
-      // Rows 0..7 of a panel are the gate's, 8..15 the up's.
-      const int column = row / kPanelRows * 8 + row % 8;
-      const bool there = row % kPanelRows < 8 && column < Shape::kHidden;
-      const float gate_b = gate_bias && there ? to_float(gate_bias[column]) : 0.0f;
-      const float up_b = up_bias && there ? to_float(up_bias[column]) : 0.0f;
-      const Outlet outlet(words, there ? column : Shape::kHidden, Shape::kHidden, this->tag(layer));
-      return [=](float sum) {
-        float gate = sum, up = __shfl_down_sync(kFullMask, sum, 8);
-        if (gate_bias) gate += gate_b;
-        if (up_bias) up += up_b;
-        outlet.hand_on(gated<Gate::plain, Shape::kAct>(gate, up, 0.0f, 0.0f));
-      };
-    });
+    if constexpr (Mlp::kRoutes) {
+      gates<Shape::kDensePanels, typename Shape::GateUpRows>(
+          layer, [&](int panel) { return Slot{panel * 8, nullptr, nullptr, 1.0f}; });
+    } else {
+      const i64 at = static_cast<i64>(layer) * Shape::kHidden;
+      gates<Shape::kGateUpPanels, typename Shape::template Panel<Shape::kDim>>(
+          layer, [&](int panel) {
+            return Slot{panel * 8, offset(this->args.gate_bias, at + panel * 8),
+                        offset(this->args.up_bias, at + panel * 8), 1.0f};
+          });
+    }
   }
 
   CUFUSE_DEVICE void down(int layer) {
-    add_residual<Shape::kDownPanels, Shape::kHidden>(
-        this->args.down_bias ? this->args.down_bias + layer * Shape::kDim : nullptr, nullptr,
-        this->words(Shape::kMiddle), this->tag(layer), this->words(Shape::kX), layer);
+    if constexpr (Mlp::kRoutes) {
+      from_hidden<typename Shape::DenseDown>(layer, nullptr);
+    } else {
+      from_hidden<typename Shape::template Panel<Shape::kHidden>>(
+          layer, offset(this->args.down_bias, static_cast<i64>(layer) * Shape::kDim));
+    }
+  }
+
+  // A mixture's.
+  CUFUSE_DEVICE void forecast(int layer) {
+    router_panels<false>(layer, this->words(Shape::kForecast));
+  }
+  CUFUSE_DEVICE void router(int layer) {
+    if (choices_left != choices) {
+      choices_left = choices;
+      __syncwarp();
+      if (lane_here() == 0) mbarrier_arrive(&choice_here<Shape>().read);
+    }
+    router_panels<true>(layer, this->words(Shape::kLogits));
+  }
+
+  CUFUSE_DEVICE void experts(int layer) {
+    const i64 before = static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts;
+    const bool takes_part = this->starts(Shape::kExpertsPanels);
+    gates<Shape::kExpertsPanels, typename Shape::GateUpRows>(layer, [&](int panel) {
+      const int routed = panel - Shape::kSharedPanels;
+      if (routed >= 0 || Mlp::kSharedGated) await_choice(layer);
+      const auto& choice = choice_here<Shape>();
+      if (routed < 0) {
+        return Slot{panel * 8, nullptr, nullptr, Mlp::kSharedGated ? choice.shared_weight : 1.0f};
+      }
+      const int slot = static_cast<u32>(routed) / Shape::kExpertPanels;
+      const i64 at = (before + choice.expert[slot]) * Shape::kHidden +
+                     static_cast<u32>(routed) % Shape::kExpertPanels * 8;
+      return Slot{panel * 8, offset(this->args.gate_bias, at), offset(this->args.up_bias, at),
+                  choice.weight[slot]};
+    });
+    if (takes_part) await_choice(layer);
+  }
+
+  CUFUSE_DEVICE void combine(int layer) {
+    if (this->starts(Shape::kDownPanels)) await_choice(layer);
+    const T* biases = offset(this->args.down_bias, static_cast<i64>(this->experts_before(layer)) *
+                                                       Mlp::kExperts * Shape::kDim);
+    add_residual<Shape::kDownPanels, typename Shape::ExpertsDown>(
+        [&](int row) {
+          const auto& choice = choice_here<Shape>();
+          float sum = 0.0f;
+          for (int slot = 0; biases && slot < Mlp::kTop; ++slot) {
+            sum = fmaf(choice.weight[slot],
+                       to_float(biases[static_cast<i64>(choice.expert[slot]) * Shape::kDim + row]),
+                       sum);
+          }
+          return sum;
+        },
+        biases != nullptr, nullptr, this->words(Shape::kMiddle), this->tag(layer),
+        this->words(Shape::kX), layer);
   }
 
   CUFUSE_DEVICE void head() {
@@ -82,7 +139,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
     // `ids` may lie where a CTA that comes late still reads its first token.
     if (blockIdx.x == 0) wait_for_arrivals();
     __syncwarp();
-    panels<Shape::kHeadPanels, Shape::kDim, true>([&](int row) {
+    panels<Shape::kHeadPanels, typename Shape::template Panel<Shape::kDim>, true>([&](int row) {
       return [=](float sum) {
         if constexpr (Shape::kDraw == Draw::filtered) {
           note(logits, row, sum);
@@ -156,15 +213,9 @@ struct Finisher : Role<Shape, kFinisherRole> {
     return load_word<Order::acquire>(this->args.control + kControlFault) != 0;
   }
 
-  CUFUSE_DEVICE bool starts(int panels) const {
-    int first = static_cast<int>(blockIdx.x) - this->turn;
-    if (first < 0) first += Shape::kCtas;
-    return first < panels;
-  }
-
   // For each of this CTA's panels: prepare(row) before its sums are there, and what that returns
   // with the row's sum. Lanes l and l + 16 have the same row.
-  template <int kPanels, int kK, bool kNormed, typename Prepare>
+  template <int kPanels, typename Panel, bool kNormed, typename Prepare>
   CUFUSE_DEVICE void panels(const Prepare& prepare) {
     constexpr bool kScales = kNormed && Shape::kScalesSums;
     const int lane = lane_here();
@@ -172,6 +223,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
     if (panel >= kPanels) return;
     u32 since = this->tracer.now();  // what is fetched meanwhile counts as a wait for sums
     const float scale = kScales ? norm_scale() : 1.0f;
+    if (Mlp::kForecasts && kNormed) last_scale = scale;
 #pragma unroll 1
     for (; panel < kPanels; panel += Shape::kCtas) {
       const auto finish = prepare(panel * kPanelRows + lane % kPanelRows);
@@ -179,7 +231,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
       auto* shared = dynamic_shared<unsigned char>();
       const float* partial = reinterpret_cast<const float*>(shared + Shape::kPartialsAt) +
                              buffer * Shape::kPartialFloats;
-      constexpr int kChains = Shape::template Panel<kK>::kChains;
+      constexpr int kChains = Panel::kChains;
       barrier_sync(kSumsBarrier + buffer, kChains * 32 + 32);
       const u32 there = this->tracer.now();
       const float sum = scale * panel_sum<kChains>(partial);
@@ -206,24 +258,113 @@ struct Finisher : Role<Shape, kFinisherRole> {
     return rsqrtf(warp_sum(sum) / static_cast<float>(Shape::kDim) + this->args.eps);
   }
 
-  template <int kPanels, int kK>
-  CUFUSE_DEVICE void add_residual(const T* bias,
+  // Logits of experts; kNormed: of what this phase has gathered, and not the one before.
+  template <bool kNormed>
+  CUFUSE_DEVICE void router_panels(int layer, u64* words) {
+    const T* bias = offset(this->args.router_bias,
+                           static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts);
+    const u32 tag = this->tag(layer);
+    const float scale = kNormed ? 1.0f : last_scale;
+    panels<Shape::kRouterPanels, typename Shape::RouterPanel, kNormed>([&](int row) {
+      const float b = bias && row < Mlp::kExperts ? to_float(bias[row]) : 0.0f;
+      return [=](float sum) {
+        if (row < (kNormed ? Mlp::kLogits : Mlp::kExperts) && lane_here() < kPanelRows) {
+          const float value = kNormed ? sum : scale * sum;
+          publish(words + row, __float_as_uint(bias ? value + b : value), tag);
+        }
+      };
+    });
+  }
+
+  // bias(row), if there is any, and the residual on top of the sums.
+  template <int kPanels, typename Panel, typename Bias>
+  CUFUSE_DEVICE void add_residual(const Bias& bias,
+                                  bool has_bias,
                                   const T* embedded,
                                   const u64* residual,
                                   u32 residual_tag,
                                   u64* words,
                                   int layer) {
-    panels<kPanels, kK, false>([&](int row) {
+    panels<kPanels, Panel, false>([&](int row) {
       const bool there = row < Shape::kDim;
-      const float b = bias && there ? to_float(bias[row]) : 0.0f;
+      const float b = has_bias && there ? bias(row) : 0.0f;
       const u64* word = residual + (there ? row : 0) / kPerWord<T>;
       const Outlet outlet(words, row, Shape::kDim, this->tag(layer));
       // It is there: what this phase multiplies depends on all of it.
       const float old = !embedded ? value_in<T>(settle(look(word), word, residual_tag), row)
                         : there   ? to_float(embedded[row])
                                   : 0.0f;
-      return [=](float sum) { outlet.hand_on((bias ? sum + b : sum) + old); };
+      return [=](float sum) { outlet.hand_on((has_bias ? sum + b : sum) + old); };
     });
+  }
+
+  template <typename Panel>
+  CUFUSE_DEVICE void from_hidden(int layer, const T* bias) {
+    add_residual<Shape::kDownPanels, Panel>([=](int row) { return to_float(bias[row]); },
+                                            bias != nullptr, nullptr, this->words(Shape::kMiddle),
+                                            this->tag(layer), this->words(Shape::kX), layer);
+  }
+
+  // What becomes of a panel of a gate and its up: its first column among all that come before the
+  // last product, the biases of its columns, what it is multiplied by.
+  struct Slot {
+    int column;
+    const T *gate_bias, *up_bias;
+    float weight;
+  };
+
+  template <int kPanels, typename Panel, typename Place>
+  CUFUSE_DEVICE void gates(int layer, const Place& place) {
+    constexpr int kColumns = 8 * kPanels;
+    constexpr int kEnd = Mlp::kRoutes ? kColumns : Shape::kHidden;
+    u64* words = this->words(Shape::kHiddenWords);
+    panels<kPanels, Panel, true>([&](int row) {
+      // Rows 0..7 of a panel are the gate's, 8..15 the up's.
+      const Slot slot = place(row / kPanelRows);
+      const int column = row % 8;
+      const bool there = row % kPanelRows < 8 && slot.column + column < kEnd;
+      const float gate_b = slot.gate_bias && there ? to_float(slot.gate_bias[column]) : 0.0f;
+      const float up_b = slot.up_bias && there ? to_float(slot.up_bias[column]) : 0.0f;
+      const bool has_gate_bias = slot.gate_bias != nullptr, has_up_bias = slot.up_bias != nullptr;
+      const float weight = slot.weight;
+      const Outlet outlet(words, there ? slot.column + column : kEnd, kEnd, this->tag(layer));
+      const float limit = this->args.limit, alpha = this->args.alpha;
+      return [=](float sum) {
+        float gate = sum, up = __shfl_down_sync(kFullMask, sum, 8);
+        if (has_gate_bias) gate += gate_b;
+        if (has_up_bias) up += up_b;
+        const float value = gated<Shape::kGate, Shape::kAct>(gate, up, limit, alpha);
+        outlet.hand_on(Mlp::kRoutes ? weight * value : value);
+      };
+    });
+  }
+
+  static CUFUSE_DEVICE const T* offset(const T* array, i64 at) {
+    return array ? array + at : nullptr;
+  }
+
+  // Until the filler has chosen a layer's experts; it asks for all that this role asks for.
+  CUFUSE_DEVICE void await_choice(int layer) {
+    if constexpr (Mlp::kRoutes) {
+      const u32 tag = this->tag(layer);
+      if (chosen_tag == tag) return;
+      chosen_tag = tag;
+      wait_for(&choice_here<Shape>().made, choices++ & 1);
+      __syncwarp();
+    }
+  }
+
+  // For the norm over all queries, or keys: of values as they were handed on. Lanes l and l + 16
+  // have the same row.
+  CUFUSE_DEVICE void add_squares(int row, float value, int layer) {
+    const float rounded = to_float(from_float<T>(value));
+    float sum = rounded * rounded;
+#pragma unroll
+    for (int apart = 8; apart > 0; apart /= 2) sum += __shfl_xor_sync(kFullMask, sum, apart);
+    const int panel = row / kPanelRows;
+    if (lane_here() == 0 && panel < (Shape::kQDim + Shape::kKvDim) / kPanelRows) {
+      publish(this->words(Shape::kSquaresAt) + panel, __float_as_uint(sum), this->tag(layer));
+    }
   }
 
   // Where row `row` of a vector of n goes. Lanes l and l + 16 have the same one; the first ones of

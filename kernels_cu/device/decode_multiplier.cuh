@@ -9,6 +9,7 @@ template <typename Shape>
 struct Multiplier : Role<Shape, kMultiplierRole> {
   using T = typename Shape::T;
   using Cache = typename Shape::Cache;
+  using Mlp = typename Shape::Mlp;
   static constexpr int kThreads = kPanelWarps * 32;
   static constexpr int kHeadDim = Shape::kHeadDim;
   // Whether a warp has its next weights before it hands on its sums. Before sm_90 the compiler has
@@ -21,6 +22,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   using Ring = cufuse::Ring<typename Shape::Ring, Shape::kRingAt>;
   typename Ring::Cursor cursor;
   int panels_done = 0;
+  u32 chosen_tag = 0, choices = 0;  // of the layer whose experts are chosen; how many were
 
   CUFUSE_DEVICE explicit Multiplier(const DecodeArgs<T>& args)
       : Role<Shape, kMultiplierRole>(args) {}
@@ -39,10 +41,11 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const int first = this->take(Shape::kQkvPanels);
     if (first >= Shape::kQkvPanels) return;
     if (layer == 0) follow();
-    multiply<Shape::kQkvPanels, Shape::kDim>(first, [&] {
+    using Panel = typename Shape::template Panel<Shape::kDim>;
+    multiply<Shape::kQkvPanels, Panel>(first, [&] {
       const T* row = layer == 0 ? this->embedding_row(this->token()) : nullptr;
-      gather_normalized(row, this->words(Shape::kX), this->tag(layer - 1),
-                        this->args.attn_norm + layer * Shape::kDim);
+      gather_normalized<Panel>(row, this->words(Shape::kX), this->tag(layer - 1),
+                               this->args.attn_norm + layer * Shape::kDim);
     });
   }
 
@@ -59,38 +62,58 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   CUFUSE_DEVICE void output(int layer) {
     const int first = this->take(Shape::kOutPanels);
     if (first >= Shape::kOutPanels) return;
-    multiply<Shape::kOutPanels, Shape::kQDim>(first, [&] {
+    using Panel = typename Shape::template Panel<Shape::kQDim>;
+    multiply<Shape::kOutPanels, Panel>(first, [&] {
       const int splits = this->split(layer).count;
       if (splits == 1 || splits > Shape::kReadSplits) {
-        gather<Shape::kQDim>(this->words(Shape::kAttention), this->tag(layer));
+        gather<Panel>(this->words(Shape::kAttention), this->tag(layer));
       } else {
-        gather_splits(splits, this->tag(layer));
+        gather_splits<Panel>(splits, this->tag(layer));
       }
     });
   }
 
   CUFUSE_DEVICE void gate_up(int layer) {
-    const int first = this->take(Shape::kGateUpPanels);
-    if (first >= Shape::kGateUpPanels) return;
-    multiply<Shape::kGateUpPanels, Shape::kDim>(first, [&] {
-      gather_normalized(nullptr, this->words(Shape::kMiddle), this->tag(layer),
-                        this->args.mlp_norm + layer * Shape::kDim);
-    });
+    if constexpr (Mlp::kRoutes) {
+      mlp<Shape::kDensePanels, typename Shape::GateUpRows>(layer);
+    } else {
+      mlp<Shape::kGateUpPanels, typename Shape::template Panel<Shape::kDim>>(layer);
+    }
   }
 
   CUFUSE_DEVICE void down(int layer) {
-    const int first = this->take(Shape::kDownPanels);
-    if (first >= Shape::kDownPanels) return;
-    multiply<Shape::kDownPanels, Shape::kHidden>(
-        first, [&] { gather<Shape::kHidden>(this->words(Shape::kHiddenWords), this->tag(layer)); });
+    if constexpr (Mlp::kRoutes) {
+      from_hidden<typename Shape::DenseDown>(layer);
+    } else {
+      from_hidden<typename Shape::template Panel<Shape::kHidden>>(layer);
+    }
+  }
+
+  // A mixture's: which experts were chosen is the filler's to know.
+  // With what qkv multiplied.
+  CUFUSE_DEVICE void forecast(int layer) {
+    const int first = this->take(Shape::kRouterPanels);
+    if (first >= Shape::kRouterPanels) return;
+    multiply<Shape::kRouterPanels, typename Shape::RouterPanel>(first, [] {});
+  }
+  CUFUSE_DEVICE void router(int layer) {
+    mlp<Shape::kRouterPanels, typename Shape::RouterPanel>(layer);
+  }
+  CUFUSE_DEVICE void experts(int layer) {
+    mlp<Shape::kExpertsPanels, typename Shape::GateUpRows, true>(layer);
+  }
+  CUFUSE_DEVICE void combine(int layer) {
+    if (this->starts(Shape::kDownPanels)) follow_choice(layer);
+    from_hidden<typename Shape::ExpertsDown>(layer);
   }
 
   CUFUSE_DEVICE void head() {
     const int first = this->take(Shape::kHeadPanels);
     if (first >= Shape::kHeadPanels) return;
-    multiply<Shape::kHeadPanels, Shape::kDim>(first, [&] {
-      gather_normalized(nullptr, this->words(Shape::kX), this->tag(Shape::kLayers - 1),
-                        this->args.final_norm);
+    using Panel = typename Shape::template Panel<Shape::kDim>;
+    multiply<Shape::kHeadPanels, Panel>(first, [&] {
+      gather_normalized<Panel>(nullptr, this->words(Shape::kX), this->tag(Shape::kLayers - 1),
+                               this->args.final_norm);
     });
     if constexpr (Shape::kDraw == Draw::filtered) {
       if (blockIdx.x == 0) draw();
@@ -100,6 +123,39 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   CUFUSE_DEVICE void end() { this->tracer.close(); }
 
  private:
+  // A product with what attention leaves behind, normalised.
+  template <int kPanels, typename Panel, bool kGathersFirst = false>
+  CUFUSE_DEVICE void mlp(int layer) {
+    const int first = this->take(kPanels);
+    if (first >= kPanels) return;
+    // What the experts read is known before their weights are: while those come there is time, and
+    // before they are chosen looks would delay the router's.
+    if constexpr (kGathersFirst) {
+      if (!follow_choice(layer)) wait_for(&choice_here<Shape>().made, (choices - 1) & 1);
+    }
+    multiply<kPanels, Panel, kGathersFirst>(first, [&] {
+      gather_normalized<Panel>(nullptr, this->words(Shape::kMiddle), this->tag(layer),
+                               this->args.mlp_norm + layer * Shape::kDim);
+    });
+  }
+  // Count the layers whose experts this CTA's filler chooses; whether this one was counted before.
+  CUFUSE_DEVICE bool follow_choice(int layer) {
+    const u32 tag = this->tag(layer);
+    if (chosen_tag == tag) return true;
+    chosen_tag = tag;
+    ++choices;
+    return false;
+  }
+
+  // A product with what gates and ups make.
+  template <typename Panel>
+  CUFUSE_DEVICE void from_hidden(int layer) {
+    const int first = this->take(Shape::kDownPanels);
+    if (first >= Shape::kDownPanels) return;
+    multiply<Shape::kDownPanels, Panel>(
+        first, [&] { gather<Panel>(this->words(Shape::kHiddenWords), this->tag(layer)); });
+  }
+
   // The threads that draw together.
   struct Team {
     static constexpr int kThreads = Multiplier::kThreads;
@@ -224,14 +280,23 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     CUFUSE_DEVICE const u64* at(int i) const { return first + 2 * i * kThreads; }
   };
 
-  // Words [0, kN / kPerWord) to shared memory as fragments, zeros behind them.
-  template <int kN>
+  // A vector of words to shared memory as fragments, zeros behind it (behind each part).
+  template <typename Panel>
   CUFUSE_DEVICE void gather(const u64* words, u32 tag) {
-    constexpr int kPairs = kN / kPerWord<T> / 2;
+    constexpr int kPairs = Panel::kParts * Panel::kK / kPerWord<T> / 2;
     constexpr int kMine = Pairs<kPairs>::kMine;
     constexpr int kAhead = kMine < 4 ? kMine : 4;
     const Pairs<kPairs> pairs(words);
-    const u32 place = by_now(fragment_place<T>(thread_here()));
+    const u32 first_place = by_now(fragment_place<T>(thread_here()));
+    auto put_pair = [&](int i, uint2 found) {
+      if constexpr (Panel::kParts == 1 || kPartPairs<Panel> == Panel::kTiles * 4) {
+        put(first_place, i, found);
+      } else {
+        const u32 pair = thread_here() + i * kThreads;
+        const u32 part = pair / kPartPairs<Panel>;
+        put(part * Panel::kTiles * 8 + fragment_place<T>(pair % kPartPairs<Panel>), 0, found);
+      }
+    };
     probe(words, 2 * kPairs, tag);
 #pragma unroll
     for (int round = 0; round < kMine; round += kAhead) {
@@ -244,14 +309,15 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         if (round + i >= kMine || !pairs.has(round + i)) break;
-        put(place, round + i, settle(seen[i], pairs.at(round + i), tag));
+        put_pair(round + i, settle(seen[i], pairs.at(round + i), tag));
       }
     }
-    clear_behind<kN>();
+    clear_behind<Panel>();
     sync();
   }
 
   // The same of a residual vector, through an RMSNorm; from `row` in memory if that is not null.
+  template <typename Panel>
   CUFUSE_DEVICE void gather_normalized(const T* row, const u64* words, u32 tag, const T* weight) {
     constexpr int kPairs = Shape::kDim / kPerWord<T> / 2;
     constexpr int kMine = Pairs<kPairs>::kMine;
@@ -318,7 +384,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
                                       normalized_word(bits[i].y, scale, weight_bits[i].y));
       put(place, i, normal);
     }
-    clear_behind<Shape::kDim>();
+    clear_behind<Panel>();
     if constexpr (Shape::kScalesSums) barrier_arrive(kNormBarrier, kThreads + 32);
     sync();
   }
@@ -344,26 +410,30 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     x[kNextFragment<T>] = words.y;
   }
 
-  template <int kN>
+  // Pairs of words of a part of x; a tile has four.
+  template <typename Panel>
+  static constexpr int kPartPairs = Panel::kK / kPerWord<T> / 2;
+
+  template <typename Panel>
   static CUFUSE_DEVICE void clear_behind() {
-    constexpr int kFirst = kN / kPerWord<T> / 2;
-    constexpr int kEnd = Packing<T>::tiles(kN) * 4;
-    static_assert(kEnd - kFirst < 32, "a warp clears");
+    constexpr int kFirst = kPartPairs<Panel>, kEnd = Panel::kTiles * 4;
     if constexpr (kEnd > kFirst) {
-      const int pair = kFirst + thread_here();
-      if (pair < kEnd) put(fragment_place<T>(pair), 0, make_uint2(0, 0));
+      for (int i = thread_here(); i < Panel::kParts * (kEnd - kFirst); i += kThreads) {
+        const int part = i / (kEnd - kFirst), pair = kFirst + i % (kEnd - kFirst);
+        put(part * Panel::kTiles * 8 + fragment_place<T>(pair), 0, make_uint2(0, 0));
+      }
     }
   }
 
   // This CTA's panels, from `panel` on. A warp has its first weights in registers before it gathers
-  // x, and the next ones before it hands on its sums: their stages are free so much earlier.
-  template <int kPanels, int kK, typename Gather>
+  // x (without kGathersFirst), and the next ones before it hands on its sums: their stages are free
+  // so much earlier.
+  template <int kPanels, typename Panel, bool kGathersFirst = false, typename Gather>
   CUFUSE_DEVICE void multiply(int panel, const Gather& gather) {
-    using Panel = typename Shape::template Panel<kK>;
     const int warp = warp_here();
     const int group = warp / kGroupWarps % kPanelGroups, quarter = warp % kGroupWarps;
     const uint4* x = at<const uint4>(Shape::kXAt);
-    PanelQuarter<Panel> next;
+    PanelQuarter<T, Panel> next;
     auto stage = cursor;
     int mine = 0;  // this group's first block of the panel
     auto take = [&](int block) {
@@ -390,8 +460,9 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     if (panels_done > 0) await_finisher(panels_done - 1);
     const int unread = panels_done;
     begin_panel();
+    if (kGathersFirst) gather();
     take_first();
-    gather();
+    if (!kGathersFirst) gather();
     const u32 gathered = this->tracer.now();
 #pragma unroll 1
     while (panel < kPanels) {
@@ -541,12 +612,18 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const u64* words = this->words(Shape::kQkv) + first / kPerWord<T> + 2 * lane;
     rows += row * kHeadDim + lane * kVec;
     const T* norm = nullptr;
-    if (Shape::kQkNorm && row <= kGroup) {
+    if (Shape::kQkNorm == QkNorm::head && row <= kGroup) {
       norm =
           (row < kGroup ? this->args.q_norm : this->args.k_norm) + layer * kHeadDim + lane * kVec;
     }
+    if (Shape::kQkNorm == QkNorm::full && row <= kGroup) {
+      norm = (row < kGroup ? this->args.q_norm + layer * Shape::kQDim + first
+                           : this->args.k_norm + layer * Shape::kKvDim + kv_head * kHeadDim) +
+             lane * kVec;
+    }
     const float* cos = at<const float>(Shape::kAnglesAt);
     const float* sin = cos + Shape::kRotary / 2;
+    const FullNorm full_norm(this->words(Shape::kSquaresAt), row < kGroup);
 
     if constexpr (kRotatesHeld<Shape::kPairing, kHeadDim, Shape::kRotary, kVec>) {
       const HeldAngles<Shape::kPairing, Shape::kRotary, kVec> angles(cos, sin);
@@ -562,7 +639,10 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
           float sum = 0.0f;
 #pragma unroll
           for (int j = 0; j < kVec; ++j) sum = fmaf(values[j], values[j], sum);
-          const float scale = rsqrtf(warp_sum(sum) / static_cast<float>(kHeadDim) + this->args.eps);
+          const float scale =
+              Shape::kFullNorm
+                  ? full_norm.scale(tag, this->args.eps)
+                  : rsqrtf(warp_sum(sum) / static_cast<float>(kHeadDim) + this->args.eps);
 #pragma unroll
           for (int j = 0; j < kVec; ++j) {
             values[j] = to_float(normalized<T, Shape::kRounding>(
@@ -590,7 +670,9 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       if (row > kGroup) return;
       __syncwarp();
       rows = at<T>(Shape::kRowsAt) + row * kHeadDim;
-      const float scale = norm ? head_rms_scale<2>(rows, kHeadDim, this->args.eps) : 0.0f;
+      const float scale = !norm              ? 0.0f
+                          : Shape::kFullNorm ? full_norm.scale(tag, this->args.eps)
+                                             : head_rms_scale<2>(rows, kHeadDim, this->args.eps);
       __syncwarp();
       norm_rotate_head<Shape::kPairing, Shape::kRounding, 2>(rows, rows, kHeadDim,
                                                              Angles{cos, sin, Shape::kRotary / 2},
@@ -598,6 +680,35 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
   }
 
+  // By a warp: the norm over all queries, or over all keys, from the sums of squares of the panels
+  // that made them. The looks share the latency of those at the row.
+  struct FullNorm {
+    static constexpr int kMost =
+        Shape::kFullNorm ? (Shape::most(Shape::kQDim, Shape::kKvDim) / kPanelRows + 31) / 32 : 1;
+    const u64* words;
+    int n;  // values
+    u64 seen[kMost];
+
+    CUFUSE_DEVICE FullNorm(const u64* squares, bool of_queries)
+        : words(squares + (of_queries ? 0 : Shape::kQDim / kPanelRows) + lane_here()),
+          n(of_queries ? Shape::kQDim : Shape::kKvDim) {
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        if (has(i)) seen[i] = look(words + i * 32);
+      }
+    }
+    CUFUSE_DEVICE bool has(int i) const {
+      return Shape::kFullNorm && lane_here() + i * 32 < n / kPanelRows;
+    }
+    CUFUSE_DEVICE float scale(u32 tag, float eps) const {
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        if (has(i)) sum += __uint_as_float(settle(seen[i], words + i * 32, tag));
+      }
+      return rsqrtf(warp_sum(sum) / static_cast<float>(n) + eps);
+    }
+  };
   CUFUSE_DEVICE void append(int layer, int kv_head, bool value, const T* new_key) {
     constexpr int kPer8 = 8 / static_cast<int>(sizeof(T));
     const i64 row = static_cast<i64>(layer * Shape::kKvHeads + kv_head) * this->args.capacity +
@@ -698,6 +809,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   }
 
   // What attention hands on, of a few splits, to shared memory as fragments.
+  template <typename Panel>
   CUFUSE_DEVICE void gather_splits(int splits, u32 tag) {
     constexpr int kPairs = Shape::kQDim / kPerWord<T> / 2;
     constexpr int kMost = Shape::kReadSplits;
@@ -744,7 +856,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
         put(place, 0, make_uint2(bits_of(rounded(0)), bits_of(rounded(1))));
       }
     }
-    clear_behind<Shape::kQDim>();
+    clear_behind<Panel>();
     sync();
   }
 };

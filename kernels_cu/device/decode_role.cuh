@@ -38,6 +38,14 @@ struct LaunchBlock {
 };
 static_assert(sizeof(LaunchBlock) <= Deadline::kBytes, "the ring comes behind it");
 
+// The experts of the layer that this CTA is in. The filler chooses them, and the finisher reads
+// them before anybody can know the logits of the next layer.
+template <typename Shape>
+CUFUSE_DEVICE Choice<typename Shape::Mlp>& choice_here() {
+  return *reinterpret_cast<Choice<typename Shape::Mlp>*>(dynamic_shared<unsigned char>() +
+                                                         Shape::kChoiceAt);
+}
+
 // By one thread, before the first barrier.
 template <typename Shape>
 CUFUSE_DEVICE void begin_launch(const DecodeArgs<typename Shape::T>& args) {
@@ -51,6 +59,10 @@ CUFUSE_DEVICE void begin_launch(const DecodeArgs<typename Shape::T>& args) {
     mbarrier_init(reinterpret_cast<u64*>(dynamic_shared<unsigned char>() + Shape::kSumsReadAt) + i,
                   1);
   }
+  if constexpr (Shape::Mlp::kRoutes) {
+    mbarrier_init(&choice_here<Shape>().made, 1);
+    mbarrier_init(&choice_here<Shape>().read, 1);
+  }
   Ring<typename Shape::Ring, Shape::kRingAt>::init();
 }
 
@@ -59,6 +71,8 @@ CUFUSE_DEVICE void begin_launch(const DecodeArgs<typename Shape::T>& args) {
 template <typename Shape, RoleId kRole>
 struct Role {
   using T = typename Shape::T;
+  static constexpr bool kRoutes = Shape::Mlp::kRoutes;
+  static constexpr bool kForecasts = Shape::Mlp::kForecasts;
   const DecodeArgs<T>& args;
   Tracer<Shape::kTrace> tracer;
   int turn = 0;
@@ -100,6 +114,19 @@ struct Role {
     return block().splits[windowed ? 1 : 0];
   }
 
+  // Of a mixture: whether a layer has one MLP, how many before it have, and how many have experts.
+  CUFUSE_DEVICE bool is_dense(int layer) const {
+    if constexpr (Shape::Mlp::kDense == 0) return false;
+    return (layer < 64 ? args.dense_low >> layer : args.dense_high >> (layer - 64)) & 1;
+  }
+  CUFUSE_DEVICE int dense_before(int layer) const {
+    if constexpr (Shape::Mlp::kDense == 0) return 0;
+    const u64 low = layer < 64 ? args.dense_low & ((1ull << layer) - 1) : args.dense_low;
+    const u64 high = layer <= 64 ? 0 : args.dense_high & ((1ull << (layer - 64)) - 1);
+    return __popcll(low) + __popcll(high);
+  }
+  CUFUSE_DEVICE int experts_before(int layer) const { return layer - dense_before(layer); }
+
   // Of this token.
   CUFUSE_DEVICE T* logits() const {
     return args.logits + (args.all_logits ? static_cast<i64>(n()) * Shape::kVocab : 0);
@@ -115,6 +142,13 @@ struct Role {
     turn += tiles % Shape::kCtas;
     if (turn >= Shape::kCtas) turn -= Shape::kCtas;
     return first;
+  }
+
+  // Whether this CTA has any of the next phase's tiles.
+  CUFUSE_DEVICE bool starts(int tiles) const {
+    int first = static_cast<int>(blockIdx.x) - turn;
+    if (first < 0) first += Shape::kCtas;
+    return first < tiles;
   }
 
   // The last of this CTA's tiles. Splits other than the first publish and wait for nothing, so a

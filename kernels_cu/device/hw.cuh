@@ -598,7 +598,8 @@ CUFUSE_DEVICE void prefetch_map(const TensorMap& map) {
 
 // Copy the box whose first element is `at`, the innermost coordinate first, to shared memory; what
 // lies outside of the array becomes zeros. The barrier hears of all the box's bytes. The shared
-// address is a multiple of 128, with a swizzle of 8 times its bytes.
+// address is a multiple of 128; which chunks a swizzle swaps depends on the address, so who counts
+// from a box's begin, as wgmma does, needs a multiple of 8 times the swizzle's bytes.
 CUFUSE_DEVICE void copy_tensor(
     void* shared, const TensorMap& map, u64* barrier, int column, int row) {
   asm volatile(
@@ -621,6 +622,24 @@ CUFUSE_DEVICE void copy_tensor(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
       "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(shared)),
       "l"(&map), "r"(at0), "r"(at1), "r"(at2), "r"(at3), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// The same, read once and so the first to leave L2: `policy` is evict_first_policy().
+CUFUSE_DEVICE void copy_tensor_hinted(
+    void* shared, const TensorMap& map, u64* barrier, u64 policy, int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+CUFUSE_DEVICE void copy_tensor_hinted(
+    void* shared, const TensorMap& map, u64* barrier, u64 policy, int at0, int at1, int at2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(at0), "r"(at1), "r"(at2), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
 

@@ -8,6 +8,8 @@
 
 namespace cufuse {
 
+enum class Layout { rows, packed };  // of weights
+
 template <typename T>
 struct Packing {
   static constexpr int kTileRows = 16;

@@ -1,4 +1,5 @@
-// y = W x for one x, W packed in panels of 16 rows (device/packed.cuh) that come through a ring.
+// y = W x for one x, W in panels of 16 rows that come through a ring: packed (device/packed.cuh),
+// or row-major in lines of 128 bytes.
 //
 // A panel is cut along K into blocks, a stage each, and block b goes to the group of warps
 // (b + base) % 4, whose warps take a quarter of it each. So a warp waits for every fourth stage
@@ -18,21 +19,51 @@ constexpr int kPanelWarps = kPanelGroups * kGroupWarps;
 
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
-template <typename T, int kK, int kStageBytes>
+// kParts matrices of kK columns side by side make K, as chosen experts do; each is cut for itself.
+// With kGated 8 rows of each of two matrices make a panel.
+template <typename T,
+          int kK_,
+          int kStageBytes,
+          Layout kLayout_ = Layout::packed,
+          bool kGated_ = false,
+          int kParts_ = 1>
 struct PanelShape {
-  static constexpr int kTiles = Packing<T>::tiles(kK);
+  static constexpr Layout kLayout = kLayout_;
+  static constexpr bool kGated = kGated_;
+  static constexpr int kK = kK_;
+  static constexpr int kParts = kParts_;
+  static constexpr bool kInRows = kLayout == Layout::rows;
+  static constexpr int kLineTiles = 4;
+  static constexpr int kLineColumns = kLineTiles * Packing<T>::kTileK;
+  static constexpr int kUnit = kInRows ? kLineTiles : 2;  // tiles that stay together
+  static constexpr int kTiles =
+      kInRows ? (kK + kLineColumns - 1) / kLineColumns * kLineTiles : Packing<T>::tiles(kK);
   static constexpr int kMostTiles = kStageBytes / Packing<T>::kTileBytes;
-  static constexpr int kBlocks = (kTiles + kMostTiles - 1) / kMostTiles;
-  static constexpr int kBlockTiles = round_up((kTiles + kBlocks - 1) / kBlocks, 2);
-  static constexpr int kLastTiles = kTiles - (kBlocks - 1) * kBlockTiles;
+  static constexpr int kPartBlocks = (kTiles + kMostTiles - 1) / kMostTiles;
+  static constexpr int kBlocks = kParts * kPartBlocks;
+  static constexpr int kBlockTiles = round_up((kTiles + kPartBlocks - 1) / kPartBlocks, kUnit);
+  static constexpr int kLastTiles = kTiles - (kPartBlocks - 1) * kBlockTiles;
   static constexpr int kQuarterTiles = round_up((kBlockTiles + 3) / 4, 2);
   static constexpr int kChains = kGroupWarps * (kBlocks < kPanelGroups ? kBlocks : kPanelGroups);
   static constexpr bool kWhole = kLastTiles == 4 * kQuarterTiles && kBlockTiles == kLastTiles;
   static constexpr i64 kBytes = static_cast<i64>(kTiles) * Packing<T>::kTileBytes;
   static_assert(kTiles % 2 == 0 && kLastTiles > 0, "blocks cover a panel");
 
+  // Of all parts' x.
+  static constexpr int kXTiles = kParts * kTiles;
+
+  static CUFUSE_DEVICE int part(int block) { return kParts == 1 ? 0 : block / kPartBlocks; }
+  static CUFUSE_DEVICE int block_in_part(int block) {
+    return kParts == 1 ? block : block % kPartBlocks;
+  }
+  static CUFUSE_DEVICE int first_x_tile(int block) {
+    return part(block) * kTiles + block_in_part(block) * kBlockTiles;
+  }
+  static CUFUSE_DEVICE int block_tiles(int block) {
+    return block_in_part(block) + 1 < kPartBlocks ? kBlockTiles : kLastTiles;
+  }
   static CUFUSE_DEVICE int block_bytes(int block) {
-    return (block + 1 < kBlocks ? kBlockTiles : kLastTiles) * Packing<T>::kTileBytes;
+    return block_tiles(block) * Packing<T>::kTileBytes;
   }
 };
 
@@ -92,22 +123,99 @@ struct PanelSums<float> {
   }
 };
 
-// A warp's quarter of a block, in registers from when it has left its stage to when x is there.
+// Whether rows of kK values are whole lines.
+template <typename T, int kK>
+constexpr bool kInLines = kK * static_cast<int>(sizeof(T)) % 128 == 0;
+
+// A block of rows in its stage: lines of 128 bytes, of which those of the same columns lie together
+// (16 rows, or 8 of a gate, and its up's behind all of the gate's), their 16-byte chunks swapped by
+// the address as tensor copies do it.
 template <typename Shape>
+struct BlockRows {
+  static constexpr int kLineBytes = 128;
+  static constexpr int kLines = Shape::kBlockTiles / Shape::kLineTiles;  // of a row
+  static constexpr int kRowsTogether = Shape::kGated ? 8 : 16;
+  static constexpr int kColumnBytes = kRowsTogether * kLineBytes;  // from a line to the row's next
+  static constexpr int kUpperAt = Shape::kGated ? kLines * kColumnBytes : 8 * kLineBytes;  // row 8
+
+  // The line of row `row` of 0..7, or of that + 8; all its chunks are swapped alike.
+  static CUFUSE_DEVICE const unsigned char* line(const unsigned char* stage, int row, bool upper) {
+    return stage + row * kLineBytes + (upper ? kUpperAt : 0);
+  }
+  static CUFUSE_DEVICE int swap(const unsigned char* line) {
+    return static_cast<int>(shared_address(line) / kLineBytes % 8);
+  }
+};
+
+// What a lane has of a tile of a block in rows: as the packed tile (device/packed.cuh).
+template <typename T, typename Shape>
+struct RowsLane {
+  using Rows = BlockRows<Shape>;
+  const unsigned char* line;  // of the row whose address this lane gives, at the block's first line
+  int chunk, swap;
+
+  // Lane l gives the address of row l % 8 of the l / 8th of four 8 x 8 matrices.
+  CUFUSE_DEVICE explicit RowsLane(const unsigned char* stage) {
+    const int lane = lane_here();
+    line = Rows::line(stage, lane % 8, lane / 8 % 2 != 0);
+    chunk = lane / 16;
+    swap = Rows::swap(line);
+  }
+  CUFUSE_DEVICE uint4 tile(int i) const {
+    const int column = i / Shape::kLineTiles * Rows::kColumnBytes;
+    const int at = (i % Shape::kLineTiles * 2 + chunk) ^ swap;
+    u32 a[4];
+    load_matrix(a, line + column + at * 16);
+    return make_uint4(a[0], a[1], a[2], a[3]);
+  }
+};
+
+template <typename Shape>
+struct RowsLane<float, Shape> {
+  using Rows = BlockRows<Shape>;
+  const unsigned char *lower, *upper;
+  int pair, lower_swap, upper_swap;
+
+  CUFUSE_DEVICE explicit RowsLane(const unsigned char* stage) {
+    const int lane = lane_here();
+    lower = Rows::line(stage, lane / 4, false);
+    upper = Rows::line(stage, lane / 4, true);
+    pair = lane % 4;
+    lower_swap = Rows::swap(lower);
+    upper_swap = Rows::swap(upper);
+  }
+  CUFUSE_DEVICE uint4 tile(int i) const {
+    const int column = i / Shape::kLineTiles * Rows::kColumnBytes + pair % 2 * 8;
+    const int chunk = i % Shape::kLineTiles * 2 + pair / 2;
+    const auto a = *reinterpret_cast<const uint2*>(lower + column + (chunk ^ lower_swap) * 16);
+    const auto b = *reinterpret_cast<const uint2*>(upper + column + (chunk ^ upper_swap) * 16);
+    return make_uint4(a.x, a.y, b.x, b.y);
+  }
+};
+
+// A warp's quarter of a block, in registers from when it has left its stage to when x is there.
+template <typename T, typename Shape>
 struct PanelQuarter {
   uint4 weights[Shape::kQuarterTiles] = {};
 
   CUFUSE_DEVICE void load(const unsigned char* stage, int block, int quarter) {
-    const auto* source = reinterpret_cast<const uint4*>(stage) + first(quarter) * 32 + lane();
+    if constexpr (Shape::kInRows) {
+      const RowsLane<T, Shape> rows(stage);
 #pragma unroll
-    for (int i = 0; i < Shape::kQuarterTiles; ++i) {
-      if (has(i, block, quarter)) weights[i] = source[i * 32];
+      for (int i = 0; i < Shape::kQuarterTiles; ++i) {
+        if (has(i, block, quarter)) weights[i] = rows.tile(first(quarter) + i);
+      }
+    } else {
+      const auto* source = reinterpret_cast<const uint4*>(stage) + first(quarter) * 32 + lane();
+#pragma unroll
+      for (int i = 0; i < Shape::kQuarterTiles; ++i) {
+        if (has(i, block, quarter)) weights[i] = source[i * 32];
+      }
     }
   }
 
-  template <typename T>
   CUFUSE_DEVICE void multiply(PanelSums<T>& sums, const uint4* x, int block, int quarter) const {
-    x += (block * Shape::kBlockTiles + first(quarter)) / 2 * 4 + lane() % 4;
+    x += (Shape::first_x_tile(block) + first(quarter)) / 2 * 4 + lane() % 4;
 #pragma unroll
     for (int i = 0; i < Shape::kQuarterTiles; i += 2) {
       if (has(i, block, quarter)) sums.add(weights[i], weights[i + 1], x[i * 2]);
@@ -118,8 +226,7 @@ struct PanelQuarter {
   static CUFUSE_DEVICE int lane() { return lane_here(); }
   static CUFUSE_DEVICE int first(int quarter) { return quarter * Shape::kQuarterTiles; }
   static CUFUSE_DEVICE bool has(int i, int block, int quarter) {
-    const int tiles = block + 1 < Shape::kBlocks ? Shape::kBlockTiles : Shape::kLastTiles;
-    return Shape::kWhole || i < tiles - first(quarter);
+    return Shape::kWhole || i < Shape::block_tiles(block) - first(quarter);
   }
 };
 

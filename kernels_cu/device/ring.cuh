@@ -169,6 +169,24 @@ struct RingFiller {
     end_stage();
   }
 
+  // size_bytes in all, by kCopies tensor copies: copy(i, stage, barrier) by a lane each.
+  template <int kCopies, typename Copy, typename AnyTracer>
+  CUFUSE_DEVICE void fill_boxes(int size_bytes, const Copy& copy, AnyTracer& tracer) {
+    static_assert(kCopies <= 32, "a lane for each");
+    if (!begin_stage(tracer)) return;
+    announce(size_bytes);
+    if (lane_here() < kCopies) copy(lane_here(), Ring::at(next), Ring::full(next.stage));
+    end_stage();
+  }
+
+  // By cp.async: copy(stage) by all lanes.
+  template <typename Copy, typename AnyTracer>
+  CUFUSE_DEVICE void fill_by_warp(const Copy& copy, AnyTracer& tracer) {
+    if (!begin_stage(tracer)) return;
+    copy(Ring::at(next));
+    end_stage();
+  }
+
   // Nothing may land in shared memory after the CTA has ended.
   CUFUSE_DEVICE void drain() {
     for (; in_flight > 0; --in_flight) {

@@ -19,8 +19,6 @@
 
 namespace cufuse {
 
-enum class Layout { rows, packed };  // of weights
-
 // Where results go, and residuals come from: tensor copies, or the threads, where rows are not
 // multiples of 16 bytes.
 enum class Stores { tensor, threads };

@@ -530,10 +530,8 @@ void check_box(
     fault(name, std::to_string(rank) + " coordinates for a map of " + std::to_string(map.rank) +
                     " dimensions");
   }
-  const unsigned alignment = map.swizzle_bytes ? 8 * map.swizzle_bytes : 128;
-  if ((number(shared) - number(cta->dynamic_shared)) % alignment) {
-    fault(name, "the box at " + place(shared) + " does not start at a multiple of " +
-                    std::to_string(alignment) + " bytes");
+  if ((number(shared) - number(cta->dynamic_shared)) % 128) {
+    fault(name, "the box at " + place(shared) + " does not start at a multiple of 128 bytes");
   }
   if (at[0] < 0) fault(name, "a box that starts left of the array is not modelled");
   check_shared(shared, box_lines(map) * box_line_bytes(map), name);

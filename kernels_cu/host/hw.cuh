@@ -78,6 +78,7 @@ inline float __int_as_float(int v) { return __uint_as_float(static_cast<unsigned
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __log2f(float v) { return std::log2(v); }
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __clz(int v) { return v ? __builtin_clz(static_cast<unsigned>(v)) : 32; }
@@ -548,6 +549,11 @@ template <typename... Coordinates>
 inline void copy_tensor(void* shared, const TensorMap& map, u64* barrier, Coordinates... at) {
   const int coordinates[] = {at...};
   host::tensor_load(shared, map, coordinates, sizeof...(at), barrier);
+}
+template <typename... Coordinates>
+inline void copy_tensor_hinted(
+    void* shared, const TensorMap& map, u64* barrier, u64, Coordinates... at) {
+  copy_tensor(shared, map, barrier, at...);
 }
 template <typename... Coordinates>
 inline void store_tensor(const TensorMap& map, const void* shared, Coordinates... at) {
