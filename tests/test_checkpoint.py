@@ -114,10 +114,16 @@ def decoded(values: np.ndarray, type_name: str) -> np.ndarray:
     if type_name in ("F16", "BF16"):
         stored = packed.view(np.float16 if type_name == "F16" else ml_dtypes.bfloat16)
         return stored.astype(np.float32)
-    size = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}[type_name]
+    size = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "MXFP4": 17}[type_name]
     blocks = packed.reshape(-1, size)
     made = np.empty((len(blocks), 32), np.float32)
     for row, block in zip(made, blocks, strict=True):
+        if type_name == "MXFP4":
+            codes = np.concatenate([block[1:] % 16, block[1:] // 16]).tolist()
+            fp4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+            signed = [-fp4[c - 8] if c > 7 else fp4[c] for c in codes]
+            row[:] = [value * 2.0 ** (int(block[0]) - 127) for value in signed]
+            continue
         scale = np.float32(block[:2].view(np.float16)[0])
         if type_name == "Q8_0":
             row[:] = [scale * np.float32(q) for q in block[2:].view(np.int8)]

@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from cufuse.checkpoint._source import CHUNK, CheckpointError, Plan, Stored, decoder_plan
+from cufuse import mxfp4, weights
+from cufuse.checkpoint._source import CHUNK, CheckpointError, Part, Plan, Stored, decoder_plan
 from cufuse.config import Config, RopeScaling
 from cufuse.device import Unsupported
 from cufuse.tokenizer import INSTALL_MODELS
 
 MAGIC = b"GGUF"
 _MAX_DIMS = 4  # ggml's
+_MXFP4_BYTES = 17  # of a block: its scale, then its values
 
 # What the reader raises over bytes that make no sense.
 _DAMAGE = (ValueError, LookupError, OverflowError, RecursionError)
@@ -100,7 +102,7 @@ class Metadata(Mapping[str, Any]):
 class GgufFile:
     """An open GGUF file; tensors are read from the mapped file when asked for."""
 
-    supported = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+    supported = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "MXFP4")
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -139,6 +141,19 @@ class GgufFile:
         step = max(CHUNK // values, 1) * size_bytes
         for at in range(0, stored.size, step):
             yield gguf.quants.dequantize(stored[at : at + step], kind)
+
+    def blocks(self, parts: list[Part]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return (blocks, scales) of 4-bit experts, of each part one pair."""
+        made = []
+        for part in parts:
+            stored = self._tensors[part.name].data.reshape(-1, _MXFP4_BYTES)
+            # Byte j has columns j and j + 16 here, and 2 j and 2 j + 1 in blocks.
+            low, high = stored[:, 1:] & 15, stored[:, 1:] >> 4
+            halves = [nibbles[:, 0::2] | nibbles[:, 1::2] << 4 for nibbles in (low, high)]
+            rows = (*part.shape[:-1], part.shape[-1] // mxfp4.BLOCK)
+            blocks = np.concatenate(halves, 1).reshape(*rows, mxfp4.BLOCK // 2)
+            made.append((blocks, stored[:, 0].reshape(rows).copy()))
+        return made
 
 
 # ---- the model ----------------------------------------------------------------------------------
@@ -273,8 +288,11 @@ def _mixture(file: GgufFile, keys: _Keys, n_layers: int) -> dict[str, Any]:
         several = hidden_dim * keys.get("expert_shared_count", 0)
         shared = keys.get("expert_shared_feed_forward_length", 0) or several
         shared = shared or keys.size("feed_forward_length")
+    matrices = tuple(f".{_EXPERT_NAMES[field]}" for field in ("gate", "up", "down"))
+    types = {stored.type for name, stored in file.tensors.items() if name.endswith(matrices)}
     return {
         "hidden_dim": hidden_dim,
+        "expert_dtype": "mxfp4" if types == {"MXFP4"} else "model",
         "n_experts": keys.size("expert_count"),
         "n_experts_per_token": keys.size("expert_used_count"),
         "norm_topk_prob": bool(keys.get("expert_weights_norm", keys.normalizes)),
@@ -385,4 +403,6 @@ def read_plan(file: GgufFile, config: Config) -> Plan:
             ]
         elif array.endswith(".shared_router"):
             plan[array] = [dataclasses.replace(parts[0], shape=(config.dim,))]
+    for array, replaced in weights.quantized(config).items():
+        plan[array] = [part for name in replaced for part in plan.pop(name)]
     return plan
