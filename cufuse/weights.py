@@ -271,6 +271,13 @@ def random(
     0.02; the router has dim^-0.5, which gives logits of about 1 and a top-k mass well below 1;
     norm weights lie in [0.8, 1.2), biases in [-0.02, 0.02), sinks in [-0.5, 0.5). Returns Weights.
     """
+    return assemble(config, random_arrays(config, seed=seed, dtype=dtype, kind=kind, gpu=gpu))
+
+
+def random_arrays(
+    config: Config, *, seed: int = 0, dtype: Any, kind: str = "numpy", gpu: int = 0
+) -> Iterator[tuple[str, Array]]:
+    """Return the pairs (name, array) of which `random` is made, each made when it is asked for."""
     dtype = np.dtype(dtype)
     if dtype not in device.FLOAT_DTYPES:
         raise TypeError(f"random: dtype is {dtype}, wanted float16, bfloat16 or float32")
@@ -284,7 +291,7 @@ def random(
             shape, dtype, tensor=name, half_width=half_width, center=center, **options
         )
 
-    return assemble(config, ((name, tensor(name, s)) for name, s in shapes(config).items()))
+    return ((name, tensor(name, s)) for name, s in shapes(config).items())
 
 
 def _range(config: Config, name: str) -> tuple[float, float]:
