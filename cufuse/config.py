@@ -212,7 +212,9 @@ class Config:
                 bool(self.dense_layers) and self.n_layers > 128
             ),
             f"{self.n_experts} experts, more than 1024": self.n_experts > 1024,
-            "experts of 4 bits a weight": self.expert_dtype == "mxfp4",
+            "a shared expert beside experts of 4 bits a weight": (
+                self.expert_dtype == "mxfp4" and self.shared_hidden_dim > 0
+            ),
         }
         return next((words for words, applies in reasons.items() if applies), None)
 

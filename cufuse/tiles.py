@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufuse import device
+from cufuse import device, reference
 from cufuse.config import Config
 
 # Rows of x that one pass over the weights serves; more go to tiles.
@@ -617,6 +617,14 @@ def rows_cut(k: int, itemsize: int, stage_bytes: int) -> RowsCut:
     return RowsCut(n, blocks, block_tiles, n - (blocks - 1) * block_tiles)
 
 
+def mxfp4_cut(k: int, stage_bytes: int) -> RowsCut:
+    """Cut a panel of 16 rows of k weights of 4 bits; a tile is of 64 columns."""
+    n = -(-k // 64)
+    blocks = -(-n // (stage_bytes // reference.MXFP4_TILE_BYTES))
+    block_tiles = -(-n // blocks)
+    return RowsCut(n, blocks, block_tiles, n - (blocks - 1) * block_tiles)
+
+
 def expert_columns(c: Config) -> tuple[int, int]:
     """Columns of the last product of chosen and shared experts, and those of a part of it."""
     shared = c.shared_hidden_dim
@@ -629,8 +637,13 @@ def _mlp_tiles(c: Config, itemsize: int, stage_bytes: int) -> int:
     if not c.n_experts:
         return _packed_tiles(c.hidden_dim, itemsize)
     columns, part = expert_columns(c)
-    widths = [(c.dim, 1), (part, columns // part), (max(c.dense_hidden_dim, 8), 1)]
-    return max(n * rows_cut(k, itemsize, stage_bytes).tiles for k, n in widths)
+    experts = [(c.dim, 1), (part, columns // part)]
+    rows = [(c.dim, 1), (max(c.dense_hidden_dim, 8), 1)]
+    in_rows = rows if c.expert_dtype == "mxfp4" else rows + experts
+    most = max(n * rows_cut(k, itemsize, stage_bytes).tiles for k, n in in_rows)
+    if c.expert_dtype == "mxfp4":
+        most = max(most, *(n * -(-k // 64) * 2 * itemsize for k, n in experts))
+    return most
 
 
 def cache_keys(c: Config, dtype: Any, tile: DecodeTile) -> int:

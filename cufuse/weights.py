@@ -158,6 +158,7 @@ class _Filling:
     def __init__(self, config: Config, n_layers: int) -> None:
         self._made = Weights(config, layers=[Layer() for _ in range(n_layers)])
         self._halves: dict[str, Array] = {}  # a gate, or an up, that waits for the other
+        self._replaced = {part for parts in quantized(config).values() for part in parts}
 
     def put(self, name: str, array: Array) -> None:
         """Take an array; one that is packed or copied is not kept."""
@@ -170,8 +171,15 @@ class _Filling:
         _, index_text, field = name.split(".")
         index = int(index_text)
         in_rows = made.config.n_experts > 0 and field in _ROWS
-        if not packs or isinstance(array, Mxfp4):
+        # Row by row, 4-bit experts are for no decode kernel.
+        expanded = name in self._replaced and not isinstance(array, Mxfp4)
+        if not packs or expanded:
             setattr(made.layers[index], field, array)
+        elif isinstance(array, Mxfp4):
+            place = self._place(field, index, flat.size, flat)
+            with device.on_device_of(flat):
+                place[...] = flat
+            setattr(made.layers[index], field, dataclasses.replace(array, array=place))
         elif field in ("gate", "up") and not in_rows:
             self._halves[field] = array
             if len(self._halves) == 2:
@@ -213,12 +221,16 @@ def stack_place(config: Config, field: str, layer: int, size: int) -> tuple[str,
 
     A field has a stack of its name, layer after layer. In a mixture, layers with experts and those
     with one MLP have stacks of their own, but for gates and ups; a shared gate (or up) comes behind
-    the layer's experts, and the shared expert's router behind the experts' routers.
+    the layer's experts, and the shared expert's router behind the experts' routers. Experts of
+    4-bit weights have the stacks gate_up4 and down4.
     """
     c = config
     mixtures = [i for i in range(c.n_layers) if c.is_moe_layer(i)]
     before = sum(i < layer for i in mixtures)
     dense_before, n_dense = layer - before, c.n_layers - len(mixtures)
+    four_bits = c.expert_dtype == "mxfp4"
+    if four_bits and c.is_moe_layer(layer) and field in ("gate_up", "down"):
+        return f"{field}4", before * size, len(mixtures) * size
     if not c.n_experts or field not in (*_ROWS, *_EXPERTS_ALONE):
         return field, layer * size, c.n_layers * size
     if field in ("router", "shared_router"):
@@ -226,7 +238,7 @@ def stack_place(config: Config, field: str, layer: int, size: int) -> tuple[str,
         behind = c.n_experts * c.dim if field == "shared_router" else 0
         return "router", before * each + behind, len(mixtures) * each
     if field in ("gate", "up", "shared_gate", "shared_up"):
-        experts = c.n_experts * c.hidden_dim * c.dim
+        experts = 0 if four_bits else c.n_experts * c.hidden_dim * c.dim
         each, dense = experts + c.shared_hidden_dim * c.dim, c.dense_hidden_dim * c.dim
         first = before * each + dense_before * dense
         behind = experts if field.startswith("shared_") else 0

@@ -14,6 +14,7 @@ from cufuse import device, jit, tensor_map, tiles
 from cufuse.config import Config
 from cufuse.device import Array
 from cufuse.generate import Sampling
+from cufuse.mxfp4 import Mxfp4
 from cufuse.ops.sample import filters_of
 from cufuse.pack import Packed
 from cufuse.state import State
@@ -43,7 +44,7 @@ def layer_phases(c: Config, layer: int) -> tuple[str, ...]:
 def applies(weights: Weights, state: State, tokens: Array) -> bool:
     """Tell whether these kernels can take tokens [batch, q_len]: one, of a model that they have."""
     c = weights.config
-    if tokens.size != 1 or device.kind(tokens) == "numpy" or c.decode_problem:
+    if tokens.size != 1 or device.kind(tokens) == "numpy" or _problem(weights):
         return False
     kept = getattr(weights, "_decode_applies", None)
     if kept is None:
@@ -64,7 +65,7 @@ def check(engine: str, weights: Weights, *, batch: int = 1) -> None:
             f"engine {engine}: the model has NumPy arrays and this engine is a kernel; use engine "
             "reference"
         )
-    words = c.decode_problem
+    words = _problem(weights)
     if words:
         raise device.Unsupported(f"engine {engine}: {c.name} has {words}; use engine fused")
     if batch != 1:
@@ -74,11 +75,23 @@ def check(engine: str, weights: Weights, *, batch: int = 1) -> None:
     tiles.decode(c, tiles.target_of(weights.embedding), weights.dtype)
 
 
+def _problem(weights: Weights) -> str | None:
+    """What of a model these kernels do not have, also of the arrays it came with."""
+    c = weights.config
+    if not c.decode_problem and c.expert_dtype == "mxfp4":
+        for i, layer in enumerate(weights.layers):
+            experts = (layer.gate_up, layer.down)
+            if c.is_moe_layer(i) and not all(isinstance(w, Mxfp4) for w in experts):
+                return "experts of 4 bits a weight that were expanded"
+    return c.decode_problem
+
+
 # ---- weights ------------------------------------------------------------------------------------
 
 
 _STACKS = (
     *("qkv", "out", "gate_up", "down", "router", "gate", "up", "shared_down", "dense_down"),
+    *("gate_up4", "down4"),
     *("attn_norm", "mlp_norm", "q_norm", "k_norm"),
     *("qkv_bias", "out_bias", "gate_bias", "up_bias", "down_bias", "sinks"),
     *("router_bias", "router_correction"),
@@ -103,12 +116,12 @@ def _first_layers(stack: str, weights: Weights) -> Array:
     """Return what a stack holds of a model's layers: a cut one shares it with the whole one."""
     if stack not in weights.stacks:
         return None
-    field = "down" if stack == "dense_down" else stack
+    field = {"dense_down": "down", "gate_up4": "gate_up", "down4": "down"}.get(stack, stack)
     for i, layer in enumerate(weights.layers):
         value = getattr(layer, field)
         if value is None:
             continue
-        size = (value.array if isinstance(value, Packed) else value).size
+        size = (value.array if isinstance(value, Packed | Mxfp4) else value).size
         name, _, total = stack_place(weights.config, field, i, size)
         if name == stack:
             return weights.stacks[stack][:total]
@@ -210,6 +223,7 @@ def _mlp(c: Config) -> str:
         c.shared_gated,
         c.dense_hidden_dim if c.dense_layers else 0,
         c.mlp_bias,
+        c.expert_dtype == "mxfp4",
     )
     return f"Mixture<{', '.join(map(jit.cpp, values))}>"
 
@@ -348,9 +362,9 @@ def _mlp_bytes(weights: Weights, layer: int, phase: str | None = None) -> int:
     """Bytes of a layer's MLP that a token reads, or of a phase of it."""
     c, of = weights.config, weights.layers[layer]
 
-    def size(*values: Array | Packed) -> int:
+    def size(*values: Array | Packed | Mxfp4) -> int:
         return sum(
-            value.size_bytes if isinstance(value, Packed) else value.nbytes
+            value.size_bytes if isinstance(value, Packed | Mxfp4) else value.nbytes
             for value in values
             if value is not None
         )
@@ -364,7 +378,7 @@ def _mlp_bytes(weights: Weights, layer: int, phase: str | None = None) -> int:
         k, n = c.n_experts_per_token, c.n_experts
         parts = {
             "router": size(of.router, of.router_bias, of.router_correction, of.shared_router),
-            "experts": size(of.gate, of.up, of.gate_bias, of.up_bias) * k // n
+            "experts": size(of.gate, of.up, of.gate_up, of.gate_bias, of.up_bias) * k // n
             + size(of.shared_gate, of.shared_up),
             "combine": size(of.down, of.down_bias) * k // n + size(of.shared_down),
         }

@@ -101,8 +101,23 @@ struct Filler : Role<Shape, kFillerRole> {
   }
   CUFUSE_DEVICE void experts(int layer) {
     filler.window = Shape::Ring::kWindow;
-    const i64 first_row = rows_before(layer);
     const int first = this->take(Shape::kExpertsPanels);
+    if constexpr (Mlp::kFourBits) {
+      if (first < Shape::kExpertsPanels || this->starts(Shape::kDownPanels)) choose(layer);
+#pragma unroll 1
+      for (int panel = first; panel < Shape::kExpertsPanels; panel += Shape::kCtas) {
+        const int slot = static_cast<u32>(panel) / Shape::kExpertPanels;
+        const int of_expert = static_cast<u32>(panel) % Shape::kExpertPanels;
+        stream<typename Shape::ExpertsGateUp>(
+            this->args.gate_up4,
+            expert_before(layer, slot) * Shape::kExpertPanels + of_expert);
+      }
+    } else {
+      experts_in_rows(layer, first);
+    }
+  }
+  CUFUSE_DEVICE void experts_in_rows(int layer, int first) {
+    const i64 first_row = rows_before(layer);
     auto fill = [&](int from, int to, auto row) {
       int panel = first;
       if (panel < from) panel += (from - panel + Shape::kCtas - 1) / Shape::kCtas * Shape::kCtas;
@@ -135,6 +150,16 @@ struct Filler : Role<Shape, kFillerRole> {
     constexpr int kExpertParts = Shape::kHidden / Shape::kPartColumns;
     const i64 mixtures = this->experts_before(layer);
     if (kAlone && this->starts(Shape::kDownPanels)) choose(layer);
+    if constexpr (Mlp::kFourBits) {
+      const int first = this->take(Shape::kDownPanels);
+      for (int panel = first; panel < Shape::kDownPanels; panel += Shape::kCtas) {
+#pragma unroll 1
+        for (int part = 0; part < Panel::kParts; ++part) {
+          stream<Panel>(this->args.down4, expert_before(layer, part) * Shape::kDownPanels + panel);
+        }
+      }
+      return;
+    }
     rows<Shape::kDownPanels, Panel>([&](int panel, int part) {
       const int routed = part - kSharedParts;
       const bool shared = routed < 0;
@@ -170,13 +195,25 @@ struct Filler : Role<Shape, kFillerRole> {
                        static_cast<i64>(layer) * kPanels * Panel::kBytes;
     const int first = this->take(kPanels);
     for (int panel = first; panel < kPanels; panel += Shape::kCtas) {
-      const unsigned char* source = base + panel * Panel::kBytes;
-#pragma unroll 1
-      for (int block = 0; block < Panel::kBlocks; ++block) {
-        filler.fill(source + block * Panel::kBlockTiles * Packing<T>::kTileBytes,
-                    Panel::block_bytes(block), this->tracer);
-      }
+      stream<Panel>(base, panel);
     }
+  }
+
+  // The `panel`th of panels that lie one behind the other.
+  template <typename Panel>
+  CUFUSE_DEVICE void stream(const unsigned char* panels, i64 panel) {
+    const unsigned char* source = panels + panel * Panel::kBytes;
+#pragma unroll 1
+    for (int block = 0; block < Panel::kPartBlocks; ++block) {
+      filler.fill(source + block * Panel::kBlockTiles * Panel::kTileBytes,
+                  Panel::block_bytes(block), this->tracer);
+    }
+  }
+
+  // The place of a chosen expert among those of all layers.
+  CUFUSE_DEVICE i64 expert_before(int layer, int slot) const {
+    return static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts +
+           choice_here<Shape>().expert[slot];
   }
 
   // Where a panel's rows are: of one matrix, or 8 of a second one behind 8 of the first.
@@ -198,7 +235,8 @@ struct Filler : Role<Shape, kFillerRole> {
   }
   // Rows of the gates (and of the ups) of the layers before.
   CUFUSE_DEVICE i64 rows_before(int layer) const {
-    constexpr i64 kRows = static_cast<i64>(Mlp::kExperts) * Shape::kHidden + Mlp::kShared;
+    constexpr i64 kRows =
+        Mlp::kFourBits ? 0 : static_cast<i64>(Mlp::kExperts) * Shape::kHidden + Mlp::kShared;
     return this->experts_before(layer) * kRows +
            static_cast<i64>(this->dense_before(layer)) * Mlp::kDense;
   }

@@ -96,7 +96,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
     const i64 before = static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts;
     const bool takes_part = this->starts(Shape::kExpertsPanels);
     if (takes_part) await_choice();
-    gates<Shape::kExpertsPanels, typename Shape::GateUpRows>(layer, [&](int panel) {
+    gates<Shape::kExpertsPanels, typename Shape::ExpertsGateUp>(layer, [&](int panel) {
       const int routed = panel - Shape::kSharedPanels;
       const auto& choice = choice_here<Shape>();
       if (routed < 0) {

@@ -92,7 +92,16 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   CUFUSE_DEVICE void router(int layer) { router_or_experts(layer, false); }
   CUFUSE_DEVICE void experts(int layer) { router_or_experts(layer, true); }
   CUFUSE_DEVICE void router_or_experts(int layer, bool experts) {
-    mlp<typename Shape::GateUpRows>(layer, experts ? Shape::kExpertsPanels : Shape::kRouterPanels);
+    if constexpr (Mlp::kFourBits) {
+      if (experts) {
+        mlp<typename Shape::ExpertsGateUp>(layer, Shape::kExpertsPanels);
+      } else {
+        mlp<typename Shape::GateUpRows>(layer, Shape::kRouterPanels);
+      }
+    } else {
+      mlp<typename Shape::GateUpRows>(layer,
+                                      experts ? Shape::kExpertsPanels : Shape::kRouterPanels);
+    }
   }
   template <bool kAlone>
   CUFUSE_DEVICE void combine(int layer) {
@@ -267,12 +276,12 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const Pairs<kPairs> pairs(words);
     const u32 first_place = by_now(fragment_place<T>(thread_here()));
     auto put_pair = [&](int i, uint2 found) {
-      if constexpr (Panel::kParts == 1 || kPartPairs<Panel> == Panel::kTiles * 4) {
+      if constexpr (Panel::kParts == 1 || kPartPairs<Panel> == Panel::kPartXTiles * 4) {
         put(first_place, i, found);
       } else {
         const u32 pair = thread_here() + i * kThreads;
         const u32 part = pair / kPartPairs<Panel>;
-        put(part * Panel::kTiles * 8 + fragment_place<T>(pair % kPartPairs<Panel>), 0, found);
+        put(part * Panel::kPartXTiles * 8 + fragment_place<T>(pair % kPartPairs<Panel>), 0, found);
       }
     };
     probe(words, 2 * kPairs, tag);
@@ -394,11 +403,11 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 
   template <typename Panel>
   static CUFUSE_DEVICE void clear_behind() {
-    constexpr int kFirst = kPartPairs<Panel>, kEnd = Panel::kTiles * 4;
+    constexpr int kFirst = kPartPairs<Panel>, kEnd = Panel::kPartXTiles * 4;
     if constexpr (kEnd > kFirst) {
       for (int i = thread_here(); i < Panel::kParts * (kEnd - kFirst); i += kThreads) {
         const int part = i / (kEnd - kFirst), pair = kFirst + i % (kEnd - kFirst);
-        put(part * Panel::kTiles * 8 + fragment_place<T>(pair), 0, make_uint2(0, 0));
+        put(part * Panel::kPartXTiles * 8 + fragment_place<T>(pair), 0, make_uint2(0, 0));
       }
     }
   }
@@ -443,7 +452,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const u32 gathered = this->tracer.now();
 #pragma unroll 1
     while (panel < panels) {
-      PanelSums<T> sums;
+      typename PanelQuarter<T, Panel>::Sums sums;
 #pragma unroll 1
       for (int block = mine; block < Panel::kBlocks; block += kPanelGroups) {
         if (block != mine) take(block);

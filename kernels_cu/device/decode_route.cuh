@@ -20,11 +20,12 @@ struct OneMlp {
   static constexpr int kDense = 0;
   static constexpr bool kSharedGated = false;
   static constexpr bool kBiased = true;
+  static constexpr bool kFourBits = false;
 };
 
 // Experts of which a router chooses kTop. kShared: width of an MLP that every token goes through,
 // kSharedGated with a gate of its own; kDense: width of the one MLP of layers without experts;
-// kBiased: experts have biases.
+// kBiased: experts have biases; kFourBits: and weights of 4 bits (device/mxfp4.cuh).
 template <int kExperts_,
           int kTop_,
           Router kRouter_,
@@ -35,7 +36,8 @@ template <int kExperts_,
           int kShared_,
           bool kSharedGated_,
           int kDense_,
-          bool kBiased_>
+          bool kBiased_,
+          bool kFourBits_ = false>
 struct Mixture {
   static constexpr bool kRoutes = true;
   static constexpr int kExperts = kExperts_;
@@ -49,10 +51,12 @@ struct Mixture {
   static constexpr bool kSharedGated = kSharedGated_;
   static constexpr int kDense = kDense_;
   static constexpr bool kBiased = kBiased_;
+  static constexpr bool kFourBits = kFourBits_;
   static constexpr int kLogits = kExperts + (kSharedGated ? 1 : 0);
   static_assert(kTop >= 1 && kTop <= kExperts && kExperts % kGroups == 0, "experts to choose from");
   static_assert(kTopGroups <= kGroups && kTopGroups * (kExperts / kGroups) >= kTop,
                 "groups hold enough experts");
+  static_assert(!kFourBits || kShared == 0, "what is shared has rows");
 };
 
 // What was chosen for a layer, in ascending ids, in shared memory.

@@ -15,7 +15,9 @@ namespace cufuse {
 // What a step reads and writes. Weights are packed (device/packed.cuh), a layer behind the other.
 // Those of a mixture's router and MLPs are row-major, and read through maps: in boxes of 8 rows of
 // a gate or an up, of 16 rows of the others. Layers with experts have their place in one array,
-// those with one MLP in another, but for gates and ups, which all layers have in one.
+// those with one MLP in another, but for gates and ups, which all layers have in one. Experts of
+// 4-bit weights (device/mxfp4.cuh) have arrays of their own: one behind the other, a layer's behind
+// those of the layer before.
 template <typename T>
 struct DecodeArgs {
   TensorMap router_map;  // of `router`, and so on
@@ -35,6 +37,8 @@ struct DecodeArgs {
   const T* up;         // likewise
   const T* shared_down;            // [dim, shared_hidden]
   const T* dense_down;             // [dim, dense_hidden]
+  const unsigned char* gate_up4;   // [experts] packed, gated, twice [hidden, dim]
+  const unsigned char* down4;      // [experts] packed [dim, hidden]
   const T* attn_norm;              // [layers, dim]
   const T* mlp_norm;               // [layers, dim]
   const T* final_norm;             // [dim]
@@ -196,8 +200,15 @@ struct DecodeShape {
   static constexpr int kExpertColumns = Mlp::kShared + Mlp::kTop * kHidden;
   static constexpr int kPartColumns =
       Mlp::kShared ? common_divisor(Mlp::kShared, kHidden) : kHidden;
+  static constexpr Layout kExpertsLayout = Mlp::kFourBits ? Layout::mxfp4 : Layout::rows;
   using GateUpRows = RowsPanel<kDim, true>;
-  using ExpertsDown = RowsPanel<kPartColumns, false, kExpertColumns / kPartColumns>;
+  using ExpertsGateUp = PanelShape<T, kDim, kStageBytes_, kExpertsLayout, true>;
+  using ExpertsDown = PanelShape<T,
+                                 kPartColumns,
+                                 kStageBytes_,
+                                 kExpertsLayout,
+                                 false,
+                                 kExpertColumns / kPartColumns>;
   using DenseDown = RowsPanel<(Mlp::kDense > 0 ? Mlp::kDense : 8)>;
   static constexpr int kRouterPanels = Mlp::kRoutes ? (Mlp::kExperts + 15) / 16 : 0;
   static constexpr int kSharedPanels = Mlp::kShared / 8;
@@ -246,7 +257,8 @@ struct DecodeShape {
   static constexpr int kPartialFloats = kPanelWarps * kPanelRows;
   static constexpr int kMergePitch = kHeadDim + 8;
   static constexpr int kMlpTiles =
-      Mlp::kRoutes ? most(GateUpRows::kXTiles, most(ExpertsDown::kXTiles, DenseDown::kXTiles))
+      Mlp::kRoutes ? most(most(GateUpRows::kXTiles, ExpertsGateUp::kXTiles),
+                          most(ExpertsDown::kXTiles, DenseDown::kXTiles))
                    : Packing<T>::tiles(kHidden);
   static constexpr int kFragmentBytes =
       32 * most(kMlpTiles, most(Packing<T>::tiles(kDim), Packing<T>::tiles(kQDim)));

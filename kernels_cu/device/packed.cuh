@@ -8,7 +8,7 @@
 
 namespace cufuse {
 
-enum class Layout { rows, packed };  // of weights
+enum class Layout { rows, packed, mxfp4 };  // of weights
 
 template <typename T>
 struct Packing {

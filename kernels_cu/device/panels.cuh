@@ -1,13 +1,15 @@
 // y = W x for one x, W in panels of 16 rows that come through a ring: packed (device/packed.cuh),
-// or row-major in lines of 128 bytes.
+// row-major in lines of 128 bytes, or of 4 bits a weight (device/mxfp4.cuh).
 //
 // A panel is cut along K into blocks, a stage each, and block b goes to the group of warps
 // (b + base) % 4, whose warps take a quarter of it each. So a warp waits for every fourth stage
 // only, and up to 16 chains of sums make a row: chain 4 (b % 4) + quarter adds its blocks in
-// ascending order, in two interleaved sums, and the chains are added as `panel_sum` says. All that
-// comes from k and the dtype alone: the order of a row's sum depends on nothing else.
+// ascending order, in two interleaved sums (of 4-bit weights in one), and the chains are added as
+// `panel_sum` says. All that comes from k and the dtype alone: the order of a row's sum depends on
+// nothing else.
 #pragma once
 
+#include "device/mxfp4.cuh"
 #include "device/packed.cuh"
 #include "device/ring.cuh"
 
@@ -33,37 +35,49 @@ struct PanelShape {
   static constexpr int kK = kK_;
   static constexpr int kParts = kParts_;
   static constexpr bool kInRows = kLayout == Layout::rows;
+  static constexpr bool kFourBits = kLayout == Layout::mxfp4;
+  static constexpr int kTileBytes = kFourBits ? Mxfp4::kTileBytes : Packing<T>::kTileBytes;
+  static constexpr int kTileX = kFourBits ? Mxfp4::kTileK / Packing<T>::kTileK : 1;  // x's tiles
   static constexpr int kLineTiles = 4;
   static constexpr int kLineColumns = kLineTiles * Packing<T>::kTileK;
-  static constexpr int kUnit = kInRows ? kLineTiles : 2;  // tiles that stay together
-  static constexpr int kTiles =
-      kInRows ? (kK + kLineColumns - 1) / kLineColumns * kLineTiles : Packing<T>::tiles(kK);
-  static constexpr int kMostTiles = kStageBytes / Packing<T>::kTileBytes;
+  static constexpr int kTogether = kFourBits ? 1 : 2;              // tiles that a warp multiplies
+  static constexpr int kUnit = kInRows ? kLineTiles : kTogether;  // that are of one block
+  static constexpr int kTiles = kInRows ? (kK + kLineColumns - 1) / kLineColumns * kLineTiles
+                                : kFourBits ? Mxfp4::tiles(kK)
+                                            : Packing<T>::tiles(kK);
+  static constexpr int kMostTiles = kStageBytes / kTileBytes;
   static constexpr int kPartBlocks = (kTiles + kMostTiles - 1) / kMostTiles;
   static constexpr int kBlocks = kParts * kPartBlocks;
   static constexpr int kBlockTiles = round_up((kTiles + kPartBlocks - 1) / kPartBlocks, kUnit);
   static constexpr int kLastTiles = kTiles - (kPartBlocks - 1) * kBlockTiles;
-  static constexpr int kQuarterTiles = round_up((kBlockTiles + 3) / 4, 2);
+  static constexpr int kQuarterTiles = round_up((kBlockTiles + 3) / 4, kTogether);
   static constexpr int kChains = kGroupWarps * (kBlocks < kPanelGroups ? kBlocks : kPanelGroups);
   static constexpr bool kWhole = kLastTiles == 4 * kQuarterTiles && kBlockTiles == kLastTiles;
-  static constexpr i64 kBytes = static_cast<i64>(kTiles) * Packing<T>::kTileBytes;
-  static_assert(kTiles % 2 == 0 && kLastTiles > 0, "blocks cover a panel");
+  static constexpr i64 kBytes = static_cast<i64>(kTiles) * kTileBytes;  // of a part
+  static_assert(kTiles % kTogether == 0 && kLastTiles > 0, "blocks cover a panel");
 
-  // Of all parts' x.
-  static constexpr int kXTiles = kParts * kTiles;
+  // Of a part's x, and of all parts'.
+  static constexpr int kPartXTiles = kTiles * kTileX;
+  static constexpr int kXTiles = kParts * kPartXTiles;
 
   static CUFUSE_DEVICE int part(int block) { return kParts == 1 ? 0 : block / kPartBlocks; }
   static CUFUSE_DEVICE int block_in_part(int block) {
     return kParts == 1 ? block : block % kPartBlocks;
   }
   static CUFUSE_DEVICE int first_x_tile(int block) {
-    return part(block) * kTiles + block_in_part(block) * kBlockTiles;
+    return (part(block) * kTiles + block_in_part(block) * kBlockTiles) * kTileX;
   }
   static CUFUSE_DEVICE int block_tiles(int block) {
     return block_in_part(block) + 1 < kPartBlocks ? kBlockTiles : kLastTiles;
   }
   static CUFUSE_DEVICE int block_bytes(int block) {
-    return block_tiles(block) * Packing<T>::kTileBytes;
+    return block_tiles(block) * kTileBytes;
+  }
+
+  // The tiles of a quarter of a block: where they begin, and whether it has an i-th.
+  static CUFUSE_DEVICE int first_tile(int quarter) { return quarter * kQuarterTiles; }
+  static CUFUSE_DEVICE bool has(int i, int block, int quarter) {
+    return kWhole || i < block_tiles(block) - first_tile(quarter);
   }
 };
 
@@ -194,8 +208,9 @@ struct RowsLane<float, Shape> {
 };
 
 // A warp's quarter of a block, in registers from when it has left its stage to when x is there.
-template <typename T, typename Shape>
+template <typename T, typename Shape, Layout = Shape::kLayout>
 struct PanelQuarter {
+  using Sums = PanelSums<T>;
   uint4 weights[Shape::kQuarterTiles] = {};
 
   CUFUSE_DEVICE void load(const unsigned char* stage, int block, int quarter) {
@@ -203,37 +218,60 @@ struct PanelQuarter {
       const RowsLane<T, Shape> rows(stage);
 #pragma unroll
       for (int i = 0; i < Shape::kQuarterTiles; ++i) {
-        if (has(i, block, quarter)) weights[i] = rows.tile(first(quarter) + i);
+        if (Shape::has(i, block, quarter)) weights[i] = rows.tile(Shape::first_tile(quarter) + i);
       }
     } else {
-      const auto* source = reinterpret_cast<const uint4*>(stage) + first(quarter) * 32 + lane();
+      const auto* source =
+          reinterpret_cast<const uint4*>(stage) + Shape::first_tile(quarter) * 32 + lane_here();
 #pragma unroll
       for (int i = 0; i < Shape::kQuarterTiles; ++i) {
-        if (has(i, block, quarter)) weights[i] = source[i * 32];
+        if (Shape::has(i, block, quarter)) weights[i] = source[i * 32];
       }
     }
   }
 
-  CUFUSE_DEVICE void multiply(PanelSums<T>& sums, const uint4* x, int block, int quarter) const {
-    x += (Shape::first_x_tile(block) + first(quarter)) / 2 * 4 + lane() % 4;
+  CUFUSE_DEVICE void multiply(Sums& sums, const uint4* x, int block, int quarter) const {
+    x += (Shape::first_x_tile(block) + Shape::first_tile(quarter)) / 2 * 4 + lane_here() % 4;
 #pragma unroll
     for (int i = 0; i < Shape::kQuarterTiles; i += 2) {
-      if (has(i, block, quarter)) sums.add(weights[i], weights[i + 1], x[i * 2]);
+      if (Shape::has(i, block, quarter)) sums.add(weights[i], weights[i + 1], x[i * 2]);
+    }
+  }
+};
+
+template <typename T, typename Shape>
+struct PanelQuarter<T, Shape, Layout::mxfp4> {
+  using Sums = Mxfp4Sums<T>;
+  uint4 values[Shape::kQuarterTiles] = {};
+  u32 scales[Shape::kQuarterTiles] = {};
+
+  CUFUSE_DEVICE void load(const unsigned char* stage, int block, int quarter) {
+    stage += Shape::first_tile(quarter) * Mxfp4::kTileBytes;
+    const unsigned char* its_values = stage + Mxfp4::value_place(lane_here());
+    const unsigned char* its_scales = stage + Mxfp4::scale_place(lane_here());
+#pragma unroll
+    for (int i = 0; i < Shape::kQuarterTiles; ++i) {
+      if (!Shape::has(i, block, quarter)) continue;
+      values[i] = *reinterpret_cast<const uint4*>(its_values + i * Mxfp4::kTileBytes);
+      scales[i] = *reinterpret_cast<const u32*>(its_scales + i * Mxfp4::kTileBytes);
     }
   }
 
- private:
-  static CUFUSE_DEVICE int lane() { return lane_here(); }
-  static CUFUSE_DEVICE int first(int quarter) { return quarter * Shape::kQuarterTiles; }
-  static CUFUSE_DEVICE bool has(int i, int block, int quarter) {
-    return Shape::kWhole || i < Shape::block_tiles(block) - first(quarter);
+  CUFUSE_DEVICE void multiply(Sums& sums, const uint4* x, int block, int quarter) const {
+    constexpr int kTileEntries = Shape::kTileX / 2 * 4;
+    x += Shape::first_x_tile(block) / 2 * 4 + Shape::first_tile(quarter) * kTileEntries +
+         lane_here() % 4;
+#pragma unroll
+    for (int i = 0; i < Shape::kQuarterTiles; ++i) {
+      if (Shape::has(i, block, quarter)) sums.add(values[i], scales[i], x + i * kTileEntries);
+    }
   }
 };
 
 // The partial sums of a panel: [kChains, kPanelRows] floats. What a warp brings goes in with
 // `store_chain`, row `lane % 16` comes out with `panel_sum`, to both lanes.
-template <typename T>
-CUFUSE_DEVICE void store_chain(float* partial, int chain, const PanelSums<T>& sums) {
+template <typename Sums>
+CUFUSE_DEVICE void store_chain(float* partial, int chain, const Sums& sums) {
   const int lane = lane_here();
   const float2 rows = sums.rows();
   if (lane % 4 == 0) {
