@@ -420,12 +420,13 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const int warp = warp_here();
     const int group = warp / kGroupWarps % kPanelGroups, quarter = warp % kGroupWarps;
     const uint4* x = at<const uint4>(Shape::kXAt);
-    PanelQuarter<T, Panel> next;
+    using Quarter = PanelQuarter<T, Panel>;
+    Quarter next;
     auto stage = cursor;
     int mine = 0;  // this group's first block of the panel
     auto take = [&](int block) {
       next.load(landed(stage), block, quarter);
-      Ring::release(stage);
+      if constexpr (!Quarter::kInStage) Ring::release(stage);
     };
     // Sums that lie in the same place come from the same groups.
     auto begin_panel = [&] {
@@ -452,11 +453,12 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const u32 gathered = this->tracer.now();
 #pragma unroll 1
     while (panel < panels) {
-      typename PanelQuarter<T, Panel>::Sums sums;
+      typename Quarter::Sums sums;
 #pragma unroll 1
       for (int block = mine; block < Panel::kBlocks; block += kPanelGroups) {
         if (block != mine) take(block);
         next.multiply(sums, x, block, quarter);
+        if constexpr (Quarter::kInStage) Ring::release(stage);
         stage.advance(kPanelGroups);
       }
       const int chain = mine * kGroupWarps + quarter, done = panels_done;

@@ -211,6 +211,7 @@ struct RowsLane<float, Shape> {
 template <typename T, typename Shape, Layout = Shape::kLayout>
 struct PanelQuarter {
   using Sums = PanelSums<T>;
+  static constexpr bool kInStage = false;  // until it is multiplied
   uint4 weights[Shape::kQuarterTiles] = {};
 
   CUFUSE_DEVICE void load(const unsigned char* stage, int block, int quarter) {
@@ -239,31 +240,44 @@ struct PanelQuarter {
   }
 };
 
+// 4-bit weights stay in their stage until they are multiplied: an instruction for each of what takes
+// sixteen of them otherwise would be too many to unroll.
 template <typename T, typename Shape>
 struct PanelQuarter<T, Shape, Layout::mxfp4> {
   using Sums = Mxfp4Sums<T>;
-  uint4 values[Shape::kQuarterTiles] = {};
-  u32 scales[Shape::kQuarterTiles] = {};
+  static constexpr bool kInStage = true;
+  const unsigned char* tiles = nullptr;
 
-  CUFUSE_DEVICE void load(const unsigned char* stage, int block, int quarter) {
-    stage += Shape::first_tile(quarter) * Mxfp4::kTileBytes;
-    const unsigned char* its_values = stage + Mxfp4::value_place(lane_here());
-    const unsigned char* its_scales = stage + Mxfp4::scale_place(lane_here());
-#pragma unroll
-    for (int i = 0; i < Shape::kQuarterTiles; ++i) {
-      if (!Shape::has(i, block, quarter)) continue;
-      values[i] = *reinterpret_cast<const uint4*>(its_values + i * Mxfp4::kTileBytes);
-      scales[i] = *reinterpret_cast<const u32*>(its_scales + i * Mxfp4::kTileBytes);
-    }
+  CUFUSE_DEVICE void load(const unsigned char* stage, int, int quarter) {
+    tiles = stage + Shape::first_tile(quarter) * Mxfp4::kTileBytes;
   }
 
   CUFUSE_DEVICE void multiply(Sums& sums, const uint4* x, int block, int quarter) const {
+    constexpr int kAhead = 2;
     constexpr int kTileEntries = Shape::kTileX / 2 * 4;
     x += Shape::first_x_tile(block) / 2 * 4 + Shape::first_tile(quarter) * kTileEntries +
          lane_here() % 4;
+    const unsigned char* values = tiles + Mxfp4::value_place(lane_here());
+    const unsigned char* scales = tiles + Mxfp4::scale_place(lane_here());
+    int left = min(Shape::block_tiles(block) - Shape::first_tile(quarter), Shape::kQuarterTiles);
+#pragma unroll 1
+    for (; left > 0; left -= kAhead) {
+      uint4 its_values[kAhead] = {};
+      u32 its_scales[kAhead] = {};
 #pragma unroll
-    for (int i = 0; i < Shape::kQuarterTiles; ++i) {
-      if (Shape::has(i, block, quarter)) sums.add(values[i], scales[i], x + i * kTileEntries);
+      for (int i = 0; i < kAhead; ++i) {
+        if (i >= left) break;
+        its_values[i] = *reinterpret_cast<const uint4*>(values + i * Mxfp4::kTileBytes);
+        its_scales[i] = *reinterpret_cast<const u32*>(scales + i * Mxfp4::kTileBytes);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (i >= left) break;
+        sums.add(its_values[i], its_scales[i], x + i * kTileEntries);
+      }
+      values += kAhead * Mxfp4::kTileBytes;
+      scales += kAhead * Mxfp4::kTileBytes;
+      x += kAhead * kTileEntries;
     }
   }
 };

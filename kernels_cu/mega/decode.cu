@@ -10,6 +10,9 @@
 // instantiate: decode<DecodeShape<bfloat16, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::full, 2048, 1024, 16, 16, 128, 128, 50304, 16, 78, 11, 16384, 3, 3, Copies::bulk, 4, 2, Probe::last, false, Draw::plain, Mixture<64, 8, Router::softmax_topk, false, 1, 1, false, 0, false, 0, false>>>
 // instantiate: decode<DecodeShape<half, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::none, 128, 72, 4, 2, 32, 32, 512, 4, 4, 6, 8192, 2, 1, Copies::bulk, 2, 4, Probe::first, false, Draw::plain, Mixture<12, 2, Router::sigmoid_topk, true, 4, 2, true, 48, true, 88, false>>>
 // instantiate: decode<DecodeShape<float, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::head, 128, 64, 4, 2, 32, 32, 512, 2, 4, 6, 8192, 2, 1, Copies::async, 2, 4, Probe::last, false, Draw::plain, Mixture<8, 2, Router::topk_softmax, true, 1, 1, false, 0, false, 0, true>>>
+// instantiate: decode<DecodeShape<bfloat16, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::none, 2880, 2880, 64, 8, 64, 64, 201088, 24, 78, 11, 16384, 6, 5, Copies::bulk, 4, 4, Probe::last, false, Draw::plain, Mixture<32, 4, Router::topk_softmax, true, 1, 1, false, 0, false, 0, true, true>>>
+// instantiate: decode<DecodeShape<half, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::none, 96, 1920, 4, 2, 32, 32, 512, 2, 4, 6, 16384, 2, 1, Copies::bulk, 2, 4, Probe::last, false, Draw::plain, Mixture<32, 4, Router::topk_softmax, true, 1, 1, false, 0, false, 88, false, true>>>
+// instantiate: decode<DecodeShape<float, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::none, 96, 64, 4, 2, 32, 32, 512, 2, 4, 6, 8192, 2, 1, Copies::async, 2, 4, Probe::last, false, Draw::plain, Mixture<32, 4, Router::topk_softmax, true, 1, 1, false, 0, false, 0, true, true>>>
 #include "device/decode_roles.cuh"
 
 namespace cufuse {
