@@ -109,8 +109,7 @@ struct Filler : Role<Shape, kFillerRole> {
         const int slot = static_cast<u32>(panel) / Shape::kExpertPanels;
         const int of_expert = static_cast<u32>(panel) % Shape::kExpertPanels;
         stream<typename Shape::ExpertsGateUp>(
-            this->args.gate_up4,
-            expert_before(layer, slot) * Shape::kExpertPanels + of_expert);
+            this->args.gate_up4, expert_before(layer, slot) * Shape::kExpertPanels + of_expert);
       }
     } else {
       experts_in_rows(layer, first);

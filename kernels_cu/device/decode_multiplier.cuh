@@ -90,18 +90,15 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 
   // A mixture's: which experts were chosen is the filler's to know.
   CUFUSE_DEVICE void router(int layer) { router_or_experts(layer, false); }
-  CUFUSE_DEVICE void experts(int layer) { router_or_experts(layer, true); }
-  CUFUSE_DEVICE void router_or_experts(int layer, bool experts) {
+  CUFUSE_DEVICE void experts(int layer) {
     if constexpr (Mlp::kFourBits) {
-      if (experts) {
-        mlp<typename Shape::ExpertsGateUp>(layer, Shape::kExpertsPanels);
-      } else {
-        mlp<typename Shape::GateUpRows>(layer, Shape::kRouterPanels);
-      }
+      mlp<typename Shape::ExpertsGateUp>(layer, Shape::kExpertsPanels);
     } else {
-      mlp<typename Shape::GateUpRows>(layer,
-                                      experts ? Shape::kExpertsPanels : Shape::kRouterPanels);
+      router_or_experts(layer, true);
     }
+  }
+  CUFUSE_DEVICE void router_or_experts(int layer, bool experts) {
+    mlp<typename Shape::GateUpRows>(layer, experts ? Shape::kExpertsPanels : Shape::kRouterPanels);
   }
   template <bool kAlone>
   CUFUSE_DEVICE void combine(int layer) {

@@ -256,10 +256,10 @@ struct DecodeShape {
   static constexpr int kPartials = 4;  // panels whose sums are on their way
   static constexpr int kPartialFloats = kPanelWarps * kPanelRows;
   static constexpr int kMergePitch = kHeadDim + 8;
-  static constexpr int kMlpTiles =
-      Mlp::kRoutes ? most(most(GateUpRows::kXTiles, ExpertsGateUp::kXTiles),
-                          most(ExpertsDown::kXTiles, DenseDown::kXTiles))
-                   : Packing<T>::tiles(kHidden);
+  static constexpr int kMlpTiles = Mlp::kRoutes
+                                       ? most(most(GateUpRows::kXTiles, ExpertsGateUp::kXTiles),
+                                              most(ExpertsDown::kXTiles, DenseDown::kXTiles))
+                                       : Packing<T>::tiles(kHidden);
   static constexpr int kFragmentBytes =
       32 * most(kMlpTiles, most(Packing<T>::tiles(kDim), Packing<T>::tiles(kQDim)));
   static constexpr int kGroupOuts = kGroup * kMergePitch;  // floats

@@ -40,9 +40,9 @@ struct PanelShape {
   static constexpr int kTileX = kFourBits ? Mxfp4::kTileK / Packing<T>::kTileK : 1;  // x's tiles
   static constexpr int kLineTiles = 4;
   static constexpr int kLineColumns = kLineTiles * Packing<T>::kTileK;
-  static constexpr int kTogether = kFourBits ? 1 : 2;              // tiles that a warp multiplies
+  static constexpr int kTogether = kFourBits ? 1 : 2;             // tiles that a warp multiplies
   static constexpr int kUnit = kInRows ? kLineTiles : kTogether;  // that are of one block
-  static constexpr int kTiles = kInRows ? (kK + kLineColumns - 1) / kLineColumns * kLineTiles
+  static constexpr int kTiles = kInRows     ? (kK + kLineColumns - 1) / kLineColumns * kLineTiles
                                 : kFourBits ? Mxfp4::tiles(kK)
                                             : Packing<T>::tiles(kK);
   static constexpr int kMostTiles = kStageBytes / kTileBytes;
@@ -70,9 +70,7 @@ struct PanelShape {
   static CUFUSE_DEVICE int block_tiles(int block) {
     return block_in_part(block) + 1 < kPartBlocks ? kBlockTiles : kLastTiles;
   }
-  static CUFUSE_DEVICE int block_bytes(int block) {
-    return block_tiles(block) * kTileBytes;
-  }
+  static CUFUSE_DEVICE int block_bytes(int block) { return block_tiles(block) * kTileBytes; }
 
   // The tiles of a quarter of a block: where they begin, and whether it has an i-th.
   static CUFUSE_DEVICE int first_tile(int quarter) { return quarter * kQuarterTiles; }
@@ -240,26 +238,25 @@ struct PanelQuarter {
   }
 };
 
-// 4-bit weights stay in their stage until they are multiplied: an instruction for each of what takes
-// sixteen of them otherwise would be too many to unroll.
+// 4-bit weights stay in their stage until they are multiplied: registers would want the loop over
+// tiles unrolled, and a tile takes about 60 instructions.
 template <typename T, typename Shape>
 struct PanelQuarter<T, Shape, Layout::mxfp4> {
   using Sums = Mxfp4Sums<T>;
   static constexpr bool kInStage = true;
-  const unsigned char* tiles = nullptr;
+  const unsigned char* stage = nullptr;
 
-  CUFUSE_DEVICE void load(const unsigned char* stage, int, int quarter) {
-    tiles = stage + Shape::first_tile(quarter) * Mxfp4::kTileBytes;
-  }
+  CUFUSE_DEVICE void load(const unsigned char* landed, int, int) { stage = landed; }
 
   CUFUSE_DEVICE void multiply(Sums& sums, const uint4* x, int block, int quarter) const {
-    constexpr int kAhead = 2;
+    constexpr int kAhead = 2;  // tiles
     constexpr int kTileEntries = Shape::kTileX / 2 * 4;
-    x += Shape::first_x_tile(block) / 2 * 4 + Shape::first_tile(quarter) * kTileEntries +
-         lane_here() % 4;
-    const unsigned char* values = tiles + Mxfp4::value_place(lane_here());
-    const unsigned char* scales = tiles + Mxfp4::scale_place(lane_here());
-    int left = min(Shape::block_tiles(block) - Shape::first_tile(quarter), Shape::kQuarterTiles);
+    const int lane = lane_here(), first = Shape::first_tile(quarter);
+    x += Shape::first_x_tile(block) / 2 * 4 + first * kTileEntries + lane % 4;
+    const unsigned char* tiles = stage + first * Mxfp4::kTileBytes;
+    const unsigned char* values = tiles + Mxfp4::value_place(lane);
+    const unsigned char* scales = tiles + Mxfp4::scale_place(lane);
+    int left = min(Shape::block_tiles(block) - first, Shape::kQuarterTiles);
 #pragma unroll 1
     for (; left > 0; left -= kAhead) {
       uint4 its_values[kAhead] = {};

@@ -11,8 +11,8 @@
 // instantiate: decode<DecodeShape<half, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::none, 128, 72, 4, 2, 32, 32, 512, 4, 4, 6, 8192, 2, 1, Copies::bulk, 2, 4, Probe::first, false, Draw::plain, Mixture<12, 2, Router::sigmoid_topk, true, 4, 2, true, 48, true, 88, false>>>
 // instantiate: decode<DecodeShape<float, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::head, 128, 64, 4, 2, 32, 32, 512, 2, 4, 6, 8192, 2, 1, Copies::async, 2, 4, Probe::last, false, Draw::plain, Mixture<8, 2, Router::topk_softmax, true, 1, 1, false, 0, false, 0, true>>>
 // instantiate: decode<DecodeShape<bfloat16, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::none, 2880, 2880, 64, 8, 64, 64, 201088, 24, 78, 11, 16384, 6, 5, Copies::bulk, 4, 4, Probe::last, false, Draw::plain, Mixture<32, 4, Router::topk_softmax, true, 1, 1, false, 0, false, 0, true, true>>>
-// instantiate: decode<DecodeShape<half, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::none, 96, 1920, 4, 2, 32, 32, 512, 2, 4, 6, 16384, 2, 1, Copies::bulk, 2, 4, Probe::last, false, Draw::plain, Mixture<32, 4, Router::topk_softmax, true, 1, 1, false, 0, false, 88, false, true>>>
-// instantiate: decode<DecodeShape<float, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::none, 96, 64, 4, 2, 32, 32, 512, 2, 4, 6, 8192, 2, 1, Copies::async, 2, 4, Probe::last, false, Draw::plain, Mixture<32, 4, Router::topk_softmax, true, 1, 1, false, 0, false, 0, true, true>>>
+// instantiate: decode<DecodeShape<half, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::none, 96, 1920, 4, 2, 32, 32, 512, 2, 4, 6, 16384, 2, 1, Copies::bulk, 2, 4, Probe::last, false, Draw::plain, Mixture<32, 4, Router::topk_softmax, true, 1, 1, false, 0, false, 0, true, true>>>
+// instantiate: decode<DecodeShape<float, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::none, 2880, 2880, 64, 8, 64, 64, 201088, 24, 78, 6, 8192, 2, 1, Copies::async, 8, 4, Probe::last, false, Draw::plain, Mixture<32, 4, Router::topk_softmax, true, 1, 1, false, 0, false, 0, true, true>>>
 #include "device/decode_roles.cuh"
 
 namespace cufuse {
@@ -31,8 +31,13 @@ CUFUSE_DEVICE void walk(AnyRole role, int n_layers) {
       if constexpr (AnyRole::kRoutes) {
         if (!role.is_dense(layer)) {
           // Norm and product; choice, two products of each expert, activation, weight.
+          if constexpr (AnyRole::kFourBits) {
+            role.router(layer);
+            role.experts(layer);
+          } else {  // one product, of which there is one copy in the code
 #pragma unroll 1
-          for (int stage = 0; stage < 2; ++stage) role.router_or_experts(layer, stage == 1);
+            for (int stage = 0; stage < 2; ++stage) role.router_or_experts(layer, stage == 1);
+          }
           role.template combine<false>(layer);  // the sum of their products, residual
           continue;
         }
