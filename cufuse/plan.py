@@ -22,7 +22,8 @@ PANEL_GROUPS = 4  # of warps, that take the blocks of a panel or the chunks of a
 READ_SPLITS = 2  # so many splits are merged by their readers; of more, the first makes one
 APPEND_SLOTS = 2  # places that say that a row is in the cache, taken in turn
 BEST_SLOTS = 2  # places of what was drawn, taken in turn
-PHASES = ("qkv", "attention", "output", "gate_up", "down")
+PHASES = ("qkv", "attention", "output", "router", "experts", "combine", "gate_up", "down")  # of any
+HEAD = "head"  # behind the last layer's
 
 
 # Shared memory that a CTA can have: CUDA C++ Programming Guide, compute capabilities.
@@ -35,6 +36,18 @@ def target(arch: str, sm_count: int) -> Target:
 
 
 # ---- rules --------------------------------------------------------------------------------------
+
+
+def layer_phases(c: Config, layer: int) -> tuple[str, ...]:
+    """Return the phases of a layer in their order."""
+    mlp = ("router", "experts", "combine") if c.is_moe_layer(layer) else ("gate_up", "down")
+    return ("qkv", "attention", "output", *mlp)
+
+
+def walk(c: Config) -> tuple[tuple[int, str], ...]:
+    """Return the phases of a token in their order, each with its layer; the head has the last."""
+    layers = ((i, phase) for i in range(c.n_layers) for phase in layer_phases(c, i))
+    return (*layers, (c.n_layers - 1, HEAD))
 
 
 class CacheSplit(NamedTuple):
@@ -296,7 +309,7 @@ class Plan:
 
         for token in range(self.n_tokens):
             for layer in range(self.config.n_layers):
-                for phase in PHASES:
+                for phase in layer_phases(self.config, layer):
                     attends = phase == "attention"
                     count = (
                         self.config.n_kv_heads * self.split(token, layer).n_splits
@@ -577,7 +590,7 @@ class Plan:
                     self.hand_offs(steps[0]),
                 )
             )
-        order = (*PHASES, "head")
+        order = (*PHASES, HEAD)
         return sorted(found, key=lambda row: order.index(row.phase))
 
     def totals(self) -> dict[str, Any]:

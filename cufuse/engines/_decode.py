@@ -34,12 +34,6 @@ _READS = {
 _HEAD = ("final_norm", "head")
 
 
-def layer_phases(c: Config, layer: int) -> tuple[str, ...]:
-    """Return the phases of a layer in their order."""
-    mlp = ("router", "experts", "combine") if c.is_moe_layer(layer) else ("gate_up", "down")
-    return ("qkv", "attention", "output", *mlp)
-
-
 def applies(weights: Weights, state: State, tokens: Array) -> bool:
     """Tell whether these kernels can take tokens [batch, q_len]: one, of a model that they have."""
     c = weights.config
