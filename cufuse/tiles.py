@@ -531,7 +531,9 @@ class DecodeTile:
     copies: str  # "bulk" or "async"
     split_chunks: int  # chunks of the cache that one split takes
     value_slices: int = 4  # copies that the values of a chunk come by
-    prefetch_pieces: int = 0  # of 8 KB that a CTA sends to L2 while it waits for a router
+    prefetch_bytes: int = (
+        0  # of likely experts, to L2 between two looks at a router; 0: no forecast
+    )
     probe: str = "last"  # word of a vector that a CTA waits for before all threads look: or "first"
 
 
@@ -649,7 +651,8 @@ def decode_shared(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
     fragments = 32 * max(
         _packed_tiles(max(c.dim, c.q_dim), itemsize), _mlp_tiles(c, itemsize, tile.stage_bytes)
     )
-    choice = _round_up(16 + 8 * c.n_experts_per_token + 4, 8)
+    k = c.n_experts_per_token
+    choice = _round_up(16 + 8 * k + 4 + 4 * (k if tile.prefetch_bytes else 1), 8)
     merge = 4 * group * (c.head_dim + 8 + 2 * (cache_keys(c, dtype, tile) + 8)) * 4
     # Bins for a draw with filters, where x and partial sums are when there are any.
     sums = 4 * _PANEL_WARPS * 16 * 4
@@ -698,6 +701,7 @@ def decode_regions(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
         "drawn": 16,
         "highest": _round_up(-(-_head_panels(c) // 2), 16),
         "router": _round_up(c.n_experts + 1, 16) if c.n_experts else 0,
+        "forecast": _round_up(c.n_experts + 1, 16) if tile.prefetch_bytes else 0,
         "squares": _round_up((c.q_dim + c.kv_dim) // 16, 16) if c.qk_norm == "full" else 0,
     }
 

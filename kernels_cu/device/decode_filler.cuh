@@ -81,6 +81,19 @@ struct Filler : Role<Shape, kFillerRole> {
   }
 
   // A mixture's.
+  CUFUSE_DEVICE void forecast(int layer) {
+    const i64 first = static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts;
+    rows<Shape::kRouterPanels, typename Shape::RouterPanel>([&](int panel, int) {
+      return Place{&this->args.forecast_map,
+                   nullptr,
+                   this->args.forecast,
+                   nullptr,
+                   first + panel * kPanelRows,
+                   0,
+                   Shape::kDim,
+                   Mlp::kExperts - panel * kPanelRows};
+    });
+  }
   CUFUSE_DEVICE void router(int layer) {
     const i64 first = static_cast<i64>(this->experts_before(layer)) * Mlp::kLogits;
     rows<Shape::kRouterPanels, typename Shape::RouterPanel>([&](int panel, int) {
@@ -258,28 +271,75 @@ struct Filler : Role<Shape, kFillerRole> {
     }
   }
 
-  // A piece of the weights that come after this layer's, to L2; all CTAs' pieces lie side by side.
-  CUFUSE_DEVICE void prefetch(int layer, int piece) const {
+  // Sends this CTA's shares of likely experts to L2, some bytes at a time: gates and ups of all,
+  // then what is multiplied last.
+  struct Prefetcher {
+    const Filler& filler;
+    const i64 gate_rows, down_rows;  // before the layer's
+    bool knows = false;
+    int matrix = 0, at = 0;
+
+    CUFUSE_DEVICE Prefetcher(const Filler& filler, int layer)
+        : filler(filler),
+          gate_rows(filler.rows_before(layer)),
+          down_rows(static_cast<i64>(filler.experts_before(layer)) * Mlp::kExperts * Shape::kDim) {}
+
+    CUFUSE_DEVICE void go_on(int layer) {
 #if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
-    constexpr i64 kPiece = 8192;
-    if (lane_here() != 0 || piece >= this->args.prefetch_pieces) return;
-    const T* source = this->args.head;
-    i64 bytes = Shape::template Panel<Shape::kDim>::kBytes * Shape::kHeadPanels;
-    i64 at = (static_cast<i64>(piece) * Shape::kCtas + blockIdx.x) * kPiece;
-    if (layer + 1 < Shape::kLayers) {
-      constexpr i64 kQkv = Shape::template Panel<Shape::kDim>::kBytes * Shape::kQkvPanels;
-      constexpr i64 kOut = Shape::template Panel<Shape::kQDim>::kBytes * Shape::kOutPanels;
-      const bool is_qkv = at < kQkv;
-      bytes = is_qkv ? kQkv : kOut;
-      source = is_qkv ? this->args.qkv : this->args.out;
-      if (!is_qkv) at -= (kQkv + kPiece - 1) / kPiece * kPiece;
-      source += (layer + 1) * (bytes / static_cast<i64>(sizeof(T)));
-    }
-    const i64 size = bytes - at < kPiece ? bytes - at : kPiece;
-    if (at >= 0 && size > 0) {
-      prefetch_bulk(reinterpret_cast<const unsigned char*>(source) + at, static_cast<u32>(size));
-    }
+      constexpr i64 kBytes = static_cast<i64>(Shape::kHidden) * Shape::kDim * sizeof(T);
+      constexpr int kShare = round_up((kBytes + Shape::kCtas - 1) / Shape::kCtas, 16);
+      if (!knows) {
+        knows = filler.look_ahead(layer);
+        return;
+      }
+      if (matrix == 3 * Mlp::kTop || filler.args.prefetch_bytes == 0) return;
+      const i64 first = static_cast<i64>(blockIdx.x) * kShare + at;
+      const int rest =
+          static_cast<int>(kBytes - first < kShare - at ? kBytes - first : kShare - at);
+      const int size = min(rest, filler.args.prefetch_bytes);
+      if (size > 0 && lane_here() == 0) {
+        const bool is_down = matrix >= 2 * Mlp::kTop;
+        const int which = is_down ? matrix - 2 * Mlp::kTop : matrix / 2;
+        const int expert = choice_here<Shape>().likely[which];
+        const T* from =
+            is_down ? filler.args.down +
+                          (down_rows + static_cast<i64>(expert) * Shape::kDim) * Shape::kHidden
+                    : (matrix % 2 ? filler.args.up : filler.args.gate) +
+                          (gate_rows + static_cast<i64>(expert) * Shape::kHidden) * Shape::kDim;
+        prefetch_bulk(reinterpret_cast<const unsigned char*>(from) + first, static_cast<u32>(size));
+      }
+      at += size;
+      if (size == rest || size <= 0) {
+        at = 0;
+        ++matrix;
+      }
 #endif
+    }
+  };
+
+  // Whether a forecast of the layer's experts is there: then the likely ones are known.
+  CUFUSE_DEVICE bool look_ahead(int layer) const {
+    using Choose = Chooser<Mlp>;
+    const u64* words = this->words(Shape::kForecast) + Choose::expert(0);
+    const u32 tag = this->tag(layer);
+    Choose chooser;
+    bool there = true;
+#pragma unroll
+    for (int i = 0; i < Choose::kMine; ++i) {
+      const u64 seen = Choose::has(i) ? look(words + i) : tagged(0, tag);
+      there = there && has_tag(seen, tag);
+      chooser.logits[i] = __uint_as_float(static_cast<u32>(seen));
+    }
+    if (!__all_sync(kFullMask, there)) return false;
+    chooser.forecast(correction(layer), choice_here<Shape>());
+    __syncwarp();
+    return true;
+  }
+
+  CUFUSE_DEVICE const float* correction(int layer) const {
+    if constexpr (!Mlp::kCorrects) return nullptr;
+    return this->args.router_correction +
+           static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts;
   }
 
   // The experts of a layer, when the router's logits are there.
@@ -293,8 +353,10 @@ struct Filler : Role<Shape, kFillerRole> {
     Choose chooser;
     // One word is looked at until it is there, and memory has something to do meanwhile; then all.
     const u64* last = this->words(Shape::kLogits) + Mlp::kExperts - 1;
-    for (int piece = 0; !has_tag(look(last), tag) && !is_over(); ++piece) prefetch(layer, piece);
-    __syncwarp();
+    Prefetcher prefetcher(*this, layer);
+    while (!__any_sync(kFullMask, has_tag(look(last), tag) || is_over())) {
+      if constexpr (Mlp::kForecasts) prefetcher.go_on(layer);
+    }
     for (bool there = false, over = false; !there && !over;) {
       over = is_over();
       u64 seen[Choose::kMine];
@@ -314,10 +376,7 @@ struct Filler : Role<Shape, kFillerRole> {
     auto& choice = choice_here<Shape>();
     if (choices > 0) wait_for(&choice.read, (choices - 1) & 1);
     ++choices;
-    const i64 mixtures = this->experts_before(layer);
-    chooser.choose(
-        Mlp::kCorrects ? this->args.router_correction + mixtures * Mlp::kExperts : nullptr,
-        this->args.routed_scale, choice);
+    chooser.choose(correction(layer), this->args.routed_scale, choice);
     if (Mlp::kSharedGated && lane_here() == 0) {
       const u64* word = this->words(Shape::kLogits) + Mlp::kExperts;
       choice.shared_weight = sigmoid(__uint_as_float(settle(look(word), word, tag)));

@@ -12,6 +12,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
   using Mlp = typename Shape::Mlp;
   u32 panels_done = 0;
   u64 best_rank = 0;
+  float last_scale = 1.0f;
   u32 chosen_tag = 0;                 // of the layer whose experts are known
   u32 choices = 0, choices_left = 0;  // how many were, and of how many nothing is needed any more
 
@@ -70,24 +71,16 @@ struct Finisher : Role<Shape, kFinisherRole> {
   }
 
   // A mixture's.
+  CUFUSE_DEVICE void forecast(int layer) {
+    router_panels<false>(layer, this->words(Shape::kForecast));
+  }
   CUFUSE_DEVICE void router(int layer) {
-    const T* bias = offset(this->args.router_bias,
-                           static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts);
     if (choices_left != choices) {
       choices_left = choices;
       __syncwarp();
       if (lane_here() == 0) mbarrier_arrive(&choice_here<Shape>().read);
     }
-    u64* words = this->words(Shape::kLogits);
-    const u32 tag = this->tag(layer);
-    panels<Shape::kRouterPanels, typename Shape::RouterPanel, true>([&](int row) {
-      const float b = bias && row < Mlp::kExperts ? to_float(bias[row]) : 0.0f;
-      return [=](float sum) {
-        if (row < Mlp::kLogits && lane_here() < kPanelRows) {
-          publish(words + row, __float_as_uint(bias ? sum + b : sum), tag);
-        }
-      };
-    });
+    router_panels<true>(layer, this->words(Shape::kLogits));
   }
 
   CUFUSE_DEVICE void experts(int layer) {
@@ -230,6 +223,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
     if (panel >= kPanels) return;
     u32 since = this->tracer.now();  // what is fetched meanwhile counts as a wait for sums
     const float scale = kScales ? norm_scale() : 1.0f;
+    if (Mlp::kForecasts && kNormed) last_scale = scale;
 #pragma unroll 1
     for (; panel < kPanels; panel += Shape::kCtas) {
       const auto finish = prepare(panel * kPanelRows + lane % kPanelRows);
@@ -262,6 +256,24 @@ struct Finisher : Role<Shape, kFinisherRole> {
       sum += (four.v[0] + four.v[1]) + (four.v[2] + four.v[3]);
     }
     return rsqrtf(warp_sum(sum) / static_cast<float>(Shape::kDim) + this->args.eps);
+  }
+
+  // Logits of experts; kNormed: of what this phase has gathered, and not the one before.
+  template <bool kNormed>
+  CUFUSE_DEVICE void router_panels(int layer, u64* words) {
+    const T* bias = offset(this->args.router_bias,
+                           static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts);
+    const u32 tag = this->tag(layer);
+    const float scale = kNormed ? 1.0f : last_scale;
+    panels<Shape::kRouterPanels, typename Shape::RouterPanel, kNormed>([&](int row) {
+      const float b = bias && row < Mlp::kExperts ? to_float(bias[row]) : 0.0f;
+      return [=](float sum) {
+        if (row < (kNormed ? Mlp::kLogits : Mlp::kExperts) && lane_here() < kPanelRows) {
+          const float value = kNormed ? sum : scale * sum;
+          publish(words + row, __float_as_uint(bias ? value + b : value), tag);
+        }
+      };
+    });
   }
 
   // bias(row), if there is any, and the residual on top of the sums.

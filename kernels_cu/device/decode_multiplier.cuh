@@ -90,6 +90,12 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   }
 
   // A mixture's: which experts were chosen is the filler's to know.
+  // With what qkv multiplied.
+  CUFUSE_DEVICE void forecast(int layer) {
+    const int first = this->take(Shape::kRouterPanels);
+    if (first >= Shape::kRouterPanels) return;
+    multiply<Shape::kRouterPanels, typename Shape::RouterPanel>(first, [] {});
+  }
   CUFUSE_DEVICE void router(int layer) {
     mlp<Shape::kRouterPanels, typename Shape::RouterPanel>(layer);
   }

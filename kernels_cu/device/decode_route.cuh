@@ -19,10 +19,12 @@ struct OneMlp {
   static constexpr int kShared = 0;
   static constexpr int kDense = 0;
   static constexpr bool kSharedGated = false;
+  static constexpr bool kForecasts = false;
 };
 
 // Experts of which a router chooses kTop. kShared: width of an MLP that every token goes through,
 // kSharedGated with a gate of its own; kDense: width of the one MLP of layers without experts.
+// kForecasts: what attention has yet to add to is routed too, for L2 to have likely experts early.
 template <int kExperts_,
           int kTop_,
           Router kRouter_,
@@ -32,7 +34,8 @@ template <int kExperts_,
           bool kCorrects_,
           int kShared_,
           bool kSharedGated_,
-          int kDense_>
+          int kDense_,
+          bool kForecasts_>
 struct Mixture {
   static constexpr bool kRoutes = true;
   static constexpr int kExperts = kExperts_;
@@ -45,6 +48,7 @@ struct Mixture {
   static constexpr int kShared = kShared_;
   static constexpr bool kSharedGated = kSharedGated_;
   static constexpr int kDense = kDense_;
+  static constexpr bool kForecasts = kForecasts_;
   static constexpr int kLogits = kExperts + (kSharedGated ? 1 : 0);
   static_assert(kTop >= 1 && kTop <= kExperts && kExperts % kGroups == 0, "experts to choose from");
   static_assert(kTopGroups <= kGroups && kTopGroups * (kExperts / kGroups) >= kTop,
@@ -59,6 +63,7 @@ struct Choice {
   int expert[Mlp::kTop > 0 ? Mlp::kTop : 1];
   float weight[Mlp::kTop > 0 ? Mlp::kTop : 1];
   float shared_weight;
+  int likely[Mlp::kForecasts ? Mlp::kTop : 1];  // experts, the likeliest first
 };
 
 // Lane l has the logits of experts [l kMine, (l + 1) kMine).
@@ -76,16 +81,8 @@ struct Chooser {
                             float routed_scale,
                             Choice<Mlp>& choice) const {
     float score[kMine];
-    u32 order[kMine];  // of what is chosen by, above 0; 0: cannot be chosen
-#pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      score[i] = Mlp::kRouter == Router::sigmoid_topk ? sigmoid(logits[i]) : logits[i];
-      float by = score[i];
-      if (Mlp::kCorrects && has(i)) by += correction[expert(i)];
-      order[i] = has(i) ? order_of(by) + 1 : 0;
-    }
-    if constexpr (Mlp::kTopGroups < Mlp::kGroups) keep_groups(order);
-
+    u32 order[kMine];
+    rank(correction, score, order);
     u32 chosen = 0;
     float largest = 0.0f;
 #pragma unroll 1
@@ -125,7 +122,34 @@ struct Chooser {
     }
   }
 
+  // The likeliest experts, from logits that are a forecast.
+  CUFUSE_DEVICE void forecast(const float* correction, Choice<Mlp>& choice) const {
+    float score[kMine];
+    u32 order[kMine];
+    rank(correction, score, order);
+#pragma unroll 1
+    for (int round = 0; round < Mlp::kTop; ++round) {
+      u32 taken = 0;
+      take_largest(order, taken);
+      if (taken) choice.likely[round] = expert(__ffs(static_cast<int>(taken)) - 1);
+    }
+  }
+
  private:
+  // What experts are weighed by, and the order in which they are chosen, above 0; 0: cannot be.
+  CUFUSE_DEVICE void rank(const float* correction,
+                          float (&score)[kMine],
+                          u32 (&order)[kMine]) const {
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      score[i] = Mlp::kRouter == Router::sigmoid_topk ? sigmoid(logits[i]) : logits[i];
+      float by = score[i];
+      if (Mlp::kCorrects && has(i)) by += correction[expert(i)];
+      order[i] = has(i) ? order_of(by) + 1 : 0;
+    }
+    if constexpr (Mlp::kTopGroups < Mlp::kGroups) keep_groups(order);
+  }
+
   // The largest order of all lanes, whose first holder marks it as taken.
   static CUFUSE_DEVICE u32 take_largest(u32 (&order)[kMine], u32& taken) {
     u32 mine = order[0];
