@@ -203,7 +203,9 @@ class Stepper:
         self._context = state.length
         self._ids = device.empty((1,), np.int32, state.like)
         state.tokens[...] = token % weights.config.vocab_size
-        tile = tiles.decode(weights.config, tiles.target_of(state.start), weights.dtype)
+        c = weights.config
+        tile = tiles.decode(c, tiles.target_of(state.start), weights.dtype)
+        self.walk = plan.walk(c, forecasts=tile.prefetch_bytes > 0)
         self.buffer = allocate(tile.ctas, state.like)
 
     def enqueue(self, *, traced: bool) -> None:
@@ -240,7 +242,7 @@ class Stepper:
             self.enqueue(traced=True)
             token = self.token()
             read = _to_numpy(self.buffer)
-        return decode(read, name=name, walk=plan.walk(self._weights.config)), token
+        return decode(read, name=name, walk=self.walk), token
 
     def cost(self, launches: int = 20) -> tuple[float, float]:
         """Time untraced and traced steps in turn on a GPU: the medians, in microseconds."""

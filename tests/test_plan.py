@@ -454,8 +454,8 @@ class TakesPartForNobody(Plan):
 
 
 def test_who_looks_at_logits_and_has_no_part_in_what_follows_is_found():
-    assert lapped(small("groups", 60, 0, **DRAWN)) == []
-    made = small("groups", 60, 0, TakesPartForNobody, **DRAWN)
+    assert lapped(small("groups", 50, 0, **DRAWN)) == []
+    made = small("groups", 50, 0, TakesPartForNobody, **DRAWN)
     assert any("router" in who for who in lapped(made))
 
 
@@ -479,11 +479,19 @@ POSITIONS = sorted(
 WINDOWS = (0, 1, 40, 64, 128, 4096)
 SHAPES = {
     "tiny": (config.preset("tiny"), np.float32, DecodeTile(4, 5, 8192, 2, 1, "bulk", 2)),
+    "full norm": (SMALL["full norm"], np.float32, DecodeTile(4, 5, 8192, 2, 1, "bulk", 2)),
+    "shared": (SMALL["shared"], bfloat16, DecodeTile(3, 6, 4096, 3, 2, "bulk", 1)),
+    "groups": (SMALL["groups"], np.float16, DecodeTile(5, 6, 4096, 3, 2, "bulk", 1)),
+    "olmoe": (config.preset("olmoe-1b-7b"), bfloat16, None),
+    "mixtral": (config.preset("mixtral-8x7b"), bfloat16, None),
     "window": (SMALL["window"], bfloat16, DecodeTile(3, 6, 4096, 3, 2, "bulk", 1)),
     "many heads": (SMALL["many heads"], np.float16, DecodeTile(24, 7, 8192, 2, 2, "bulk", 4)),
     "llama": (config.preset("llama-3.2-1b"), bfloat16, None),
     "qwen": (config.preset("qwen3-0.6b"), bfloat16, None),
 }
+
+
+PRODUCTS = [*(p for p in plan.PHASES if p not in ("attention", "forecast")), plan.HEAD]
 
 
 @pytest.mark.cpu_kernels
@@ -495,8 +503,9 @@ def test_kernel_has_the_same_sizes_and_cuts(to_kernels, name):
     asked = [(position, window) for position in POSITIONS for window in WINDOWS]
     outs = {
         "sizes": np.full(7, -1, np.int32),
-        "regions": np.full(12, -1, np.int32),
-        "cuts": np.full((3, 6), -1, np.int32),
+        "regions": np.full(15, -1, np.int32),
+        "panels": np.full(len(PRODUCTS), -1, np.int32),
+        "cuts": np.full((len(PRODUCTS), 7), -1, np.int32),
         "positions": np.array([position for position, _ in asked], np.int32),
         "windows": np.array([window for _, window in asked], np.int32),
         "splits": np.full((len(asked), 6), -1, np.int32),
@@ -523,7 +532,11 @@ def test_kernel_has_the_same_sizes_and_cuts(to_kernels, name):
     regions = tiles.decode_regions(c, dtype, tile).values()
     assert got["regions"] == [0, *np.cumsum(list(regions)).tolist()]
     assert got["regions"][-1] == tiles.decode_words(c, dtype, tile)
-    assert got["cuts"] == [list(made.cut(phase)) for phase in ("qkv", "output", "down")]
+    there = {phase for _, phase in plan.walk(c)}
+    for i, phase in enumerate(PRODUCTS):
+        if phase in there:
+            assert got["panels"][i] == made.panels(phase), phase
+            assert got["cuts"][i] == list(made.cut(phase)), phase
     assert got["splits"] == [
         list(
             plan.split_cache(
