@@ -10,7 +10,7 @@ struct Filler : Role<Shape, kFillerRole> {
   using T = typename Shape::T;
   using Mlp = typename Shape::Mlp;
   RingFiller<typename Shape::Ring, Shape::kRingAt> filler;
-  u32 chosen_tag = 0, choices = 0;  // of the layer whose experts are chosen; how many were
+  u32 choices = 0;  // layers whose experts were chosen
 
   CUFUSE_DEVICE explicit Filler(const DecodeArgs<T>& args) : Role<Shape, kFillerRole>(args) {}
 
@@ -109,48 +109,56 @@ struct Filler : Role<Shape, kFillerRole> {
   }
   CUFUSE_DEVICE void experts(int layer) {
     filler.window = Shape::Ring::kWindow;
-    const i64 first = rows_before(layer);
-    const bool takes_part = rows<Shape::kExpertsPanels, typename Shape::GateUpRows>([&](int panel,
-                                                                                        int) {
-      const int routed = panel - Shape::kSharedPanels;
-      if (routed < 0) {
-        return gate_up_place(first + static_cast<i64>(Mlp::kExperts) * Shape::kHidden + panel * 8);
+    const i64 first_row = rows_before(layer);
+    const int first = this->take(Shape::kExpertsPanels);
+    auto fill = [&](int from, int to, auto row) {
+      int panel = first;
+      if (panel < from) panel += (from - panel + Shape::kCtas - 1) / Shape::kCtas * Shape::kCtas;
+#pragma unroll 1
+      for (; panel < to; panel += Shape::kCtas) {
+        const Place at = gate_up_place(first_row + row(panel - from));
+#pragma unroll 1
+        for (int block = 0; block < Shape::GateUpRows::kBlocks; ++block) {
+          fill_rows<typename Shape::GateUpRows>(at, block);
+        }
       }
-      choose(layer);
-      const int expert =
-          choice_here<Shape>().expert[static_cast<u32>(routed) / Shape::kExpertPanels];
-      return gate_up_place(first + static_cast<i64>(expert) * Shape::kHidden +
-                           static_cast<u32>(routed) % Shape::kExpertPanels * 8);
+    };
+    if constexpr (Mlp::kShared > 0) {
+      fill(0, Shape::kSharedPanels,
+           [](int panel) { return static_cast<i64>(Mlp::kExperts) * Shape::kHidden + panel * 8; });
+    }
+    // Who has a part in what follows hands on something that depends on it.
+    if (first < Shape::kExpertsPanels || this->starts(Shape::kDownPanels)) choose(layer);
+    fill(Shape::kSharedPanels, Shape::kExpertsPanels, [](int panel) {
+      const int slot = static_cast<u32>(panel) / Shape::kExpertPanels;
+      return static_cast<i64>(choice_here<Shape>().expert[slot]) * Shape::kHidden +
+             static_cast<u32>(panel) % Shape::kExpertPanels * 8;
     });
-    if (takes_part) choose(layer);
   }
+  // kAlone: in a launch of its own.
+  template <bool kAlone>
   CUFUSE_DEVICE void combine(int layer) {
     using Panel = typename Shape::ExpertsDown;
     constexpr int kSharedParts = Mlp::kShared / Shape::kPartColumns;
     constexpr int kExpertParts = Shape::kHidden / Shape::kPartColumns;
     const i64 mixtures = this->experts_before(layer);
+    if (kAlone && this->starts(Shape::kDownPanels)) choose(layer);
     rows<Shape::kDownPanels, Panel>([&](int panel, int part) {
       const int routed = part - kSharedParts;
-      if (routed < 0) {
-        return Place{&this->args.shared_down_map,
-                     nullptr,
-                     this->args.shared_down,
-                     nullptr,
-                     mixtures * Shape::kDim + panel * kPanelRows,
-                     part * Shape::kPartColumns,
-                     Mlp::kShared,
-                     Shape::kDim - panel * kPanelRows};
-      }
-      choose(layer);
-      const int expert = choice_here<Shape>().expert[static_cast<u32>(routed) / kExpertParts];
-      const int column = static_cast<u32>(routed) % kExpertParts * Shape::kPartColumns;
-      return Place{&this->args.down_map,
+      const bool shared = routed < 0;
+      const int expert =
+          shared ? 0 : choice_here<Shape>().expert[static_cast<u32>(routed) / kExpertParts];
+      const int column =
+          (shared ? part : static_cast<int>(static_cast<u32>(routed) % kExpertParts)) *
+          Shape::kPartColumns;
+      return Place{shared ? &this->args.shared_down_map : &this->args.down_map,
                    nullptr,
-                   this->args.down,
+                   shared ? this->args.shared_down : this->args.down,
                    nullptr,
-                   (mixtures * Mlp::kExperts + expert) * Shape::kDim + panel * kPanelRows,
+                   (shared ? mixtures : mixtures * Mlp::kExperts + expert) * Shape::kDim +
+                       panel * kPanelRows,
                    column,
-                   Shape::kHidden,
+                   shared ? Mlp::kShared : Shape::kHidden,
                    Shape::kDim - panel * kPanelRows};
     });
   }
@@ -201,9 +209,9 @@ struct Filler : Role<Shape, kFillerRole> {
            static_cast<i64>(this->dense_before(layer)) * Mlp::kDense;
   }
 
-  // This CTA's panels of row-major weights; place(panel, part). Whether there are any.
+  // This CTA's panels of row-major weights; place(panel, part).
   template <int kPanels, typename Panel, typename AnyPlace>
-  CUFUSE_DEVICE bool rows(const AnyPlace& place) {
+  CUFUSE_DEVICE void rows(const AnyPlace& place) {
     const int first = this->take(kPanels);
     for (int panel = first; panel < kPanels; panel += Shape::kCtas) {
 #pragma unroll 1
@@ -213,7 +221,6 @@ struct Filler : Role<Shape, kFillerRole> {
         for (int block = 0; block < Panel::kPartBlocks; ++block) fill_rows<Panel>(at, block);
       }
     }
-    return first < kPanels;
   }
 
   template <typename Panel>
@@ -346,8 +353,6 @@ struct Filler : Role<Shape, kFillerRole> {
   CUFUSE_DEVICE void choose(int layer) {
     using Choose = Chooser<Mlp>;
     const u32 tag = this->tag(layer);
-    if (chosen_tag == tag) return;
-    chosen_tag = tag;
     const u32 since = this->tracer.now();
     const u64* words = this->words(Shape::kLogits) + Choose::expert(0);
     Choose chooser;

@@ -13,7 +13,6 @@ struct Finisher : Role<Shape, kFinisherRole> {
   u32 panels_done = 0;
   u64 best_rank = 0;
   float last_scale = 1.0f;
-  u32 chosen_tag = 0;                 // of the layer whose experts are known
   u32 choices = 0, choices_left = 0;  // how many were, and of how many nothing is needed any more
 
   CUFUSE_DEVICE explicit Finisher(const DecodeArgs<T>& args) : Role<Shape, kFinisherRole>(args) {}
@@ -86,9 +85,9 @@ struct Finisher : Role<Shape, kFinisherRole> {
   CUFUSE_DEVICE void experts(int layer) {
     const i64 before = static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts;
     const bool takes_part = this->starts(Shape::kExpertsPanels);
+    if (takes_part) await_choice();
     gates<Shape::kExpertsPanels, typename Shape::GateUpRows>(layer, [&](int panel) {
       const int routed = panel - Shape::kSharedPanels;
-      if (routed >= 0 || Mlp::kSharedGated) await_choice(layer);
       const auto& choice = choice_here<Shape>();
       if (routed < 0) {
         return Slot{panel * 8, nullptr, nullptr, Mlp::kSharedGated ? choice.shared_weight : 1.0f};
@@ -99,11 +98,12 @@ struct Finisher : Role<Shape, kFinisherRole> {
       return Slot{panel * 8, offset(this->args.gate_bias, at), offset(this->args.up_bias, at),
                   choice.weight[slot]};
     });
-    if (takes_part) await_choice(layer);
+    if (!takes_part && this->starts(Shape::kDownPanels)) await_choice();
   }
 
+  template <bool kAlone>
   CUFUSE_DEVICE void combine(int layer) {
-    if (this->starts(Shape::kDownPanels)) await_choice(layer);
+    if (kAlone && this->starts(Shape::kDownPanels)) await_choice();
     const T* biases = offset(this->args.down_bias, static_cast<i64>(this->experts_before(layer)) *
                                                        Mlp::kExperts * Shape::kDim);
     add_residual<Shape::kDownPanels, typename Shape::ExpertsDown>(
@@ -343,15 +343,10 @@ struct Finisher : Role<Shape, kFinisherRole> {
     return array ? array + at : nullptr;
   }
 
-  // Until the filler has chosen a layer's experts; it asks for all that this role asks for.
-  CUFUSE_DEVICE void await_choice(int layer) {
-    if constexpr (Mlp::kRoutes) {
-      const u32 tag = this->tag(layer);
-      if (chosen_tag == tag) return;
-      chosen_tag = tag;
-      wait_for(&choice_here<Shape>().made, choices++ & 1);
-      __syncwarp();
-    }
+  // Until the filler has chosen a layer's experts.
+  CUFUSE_DEVICE void await_choice() {
+    wait_for(&choice_here<Shape>().made, choices++ & 1);
+    __syncwarp();
   }
 
   // For the norm over all queries, or keys: of values as they were handed on. Lanes l and l + 16

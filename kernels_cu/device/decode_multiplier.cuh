@@ -22,7 +22,6 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   using Ring = cufuse::Ring<typename Shape::Ring, Shape::kRingAt>;
   typename Ring::Cursor cursor;
   int panels_done = 0;
-  u32 chosen_tag = 0, choices = 0;  // of the layer whose experts are chosen; how many were
 
   CUFUSE_DEVICE explicit Multiplier(const DecodeArgs<T>& args)
       : Role<Shape, kMultiplierRole>(args) {}
@@ -100,10 +99,10 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     mlp<Shape::kRouterPanels, typename Shape::RouterPanel>(layer);
   }
   CUFUSE_DEVICE void experts(int layer) {
-    mlp<Shape::kExpertsPanels, typename Shape::GateUpRows, true>(layer);
+    mlp<Shape::kExpertsPanels, typename Shape::GateUpRows>(layer);
   }
+  template <bool kAlone>
   CUFUSE_DEVICE void combine(int layer) {
-    if (this->starts(Shape::kDownPanels)) follow_choice(layer);
     from_hidden<typename Shape::ExpertsDown>(layer);
   }
 
@@ -124,29 +123,15 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 
  private:
   // A product with what attention leaves behind, normalised.
-  template <int kPanels, typename Panel, bool kGathersFirst = false>
+  template <int kPanels, typename Panel>
   CUFUSE_DEVICE void mlp(int layer) {
     const int first = this->take(kPanels);
     if (first >= kPanels) return;
-    // What the experts read is known before their weights are: while those come there is time, and
-    // before they are chosen looks would delay the router's.
-    if constexpr (kGathersFirst) {
-      if (!follow_choice(layer)) wait_for(&choice_here<Shape>().made, (choices - 1) & 1);
-    }
-    multiply<kPanels, Panel, kGathersFirst>(first, [&] {
+    multiply<kPanels, Panel>(first, [&] {
       gather_normalized<Panel>(nullptr, this->words(Shape::kMiddle), this->tag(layer),
                                this->args.mlp_norm + layer * Shape::kDim);
     });
   }
-  // Count the layers whose experts this CTA's filler chooses; whether this one was counted before.
-  CUFUSE_DEVICE bool follow_choice(int layer) {
-    const u32 tag = this->tag(layer);
-    if (chosen_tag == tag) return true;
-    chosen_tag = tag;
-    ++choices;
-    return false;
-  }
-
   // A product with what gates and ups make.
   template <typename Panel>
   CUFUSE_DEVICE void from_hidden(int layer) {
@@ -426,9 +411,8 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   }
 
   // This CTA's panels, from `panel` on. A warp has its first weights in registers before it gathers
-  // x (without kGathersFirst), and the next ones before it hands on its sums: their stages are free
-  // so much earlier.
-  template <int kPanels, typename Panel, bool kGathersFirst = false, typename Gather>
+  // x, and the next ones before it hands on its sums: their stages are free so much earlier.
+  template <int kPanels, typename Panel, typename Gather>
   CUFUSE_DEVICE void multiply(int panel, const Gather& gather) {
     const int warp = warp_here();
     const int group = warp / kGroupWarps % kPanelGroups, quarter = warp % kGroupWarps;
@@ -460,9 +444,8 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     if (panels_done > 0) await_finisher(panels_done - 1);
     const int unread = panels_done;
     begin_panel();
-    if (kGathersFirst) gather();
     take_first();
-    if (!kGathersFirst) gather();
+    gather();
     const u32 gathered = this->tracer.now();
 #pragma unroll 1
     while (panel < kPanels) {
@@ -623,7 +606,6 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
     const float* cos = at<const float>(Shape::kAnglesAt);
     const float* sin = cos + Shape::kRotary / 2;
-    const FullNorm full_norm(this->words(Shape::kSquaresAt), row < kGroup);
 
     if constexpr (kRotatesHeld<Shape::kPairing, kHeadDim, Shape::kRotary, kVec>) {
       const HeldAngles<Shape::kPairing, Shape::kRotary, kVec> angles(cos, sin);
@@ -641,7 +623,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
           for (int j = 0; j < kVec; ++j) sum = fmaf(values[j], values[j], sum);
           const float scale =
               Shape::kFullNorm
-                  ? full_norm.scale(tag, this->args.eps)
+                  ? full_norm_scale(row < kGroup, tag)
                   : rsqrtf(warp_sum(sum) / static_cast<float>(kHeadDim) + this->args.eps);
 #pragma unroll
           for (int j = 0; j < kVec; ++j) {
@@ -671,7 +653,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       __syncwarp();
       rows = at<T>(Shape::kRowsAt) + row * kHeadDim;
       const float scale = !norm              ? 0.0f
-                          : Shape::kFullNorm ? full_norm.scale(tag, this->args.eps)
+                          : Shape::kFullNorm ? full_norm_scale(row < kGroup, tag)
                                              : head_rms_scale<2>(rows, kHeadDim, this->args.eps);
       __syncwarp();
       norm_rotate_head<Shape::kPairing, Shape::kRounding, 2>(rows, rows, kHeadDim,
@@ -680,35 +662,27 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
   }
 
-  // By a warp: the norm over all queries, or over all keys, from the sums of squares of the panels
-  // that made them. The looks share the latency of those at the row.
-  struct FullNorm {
-    static constexpr int kMost =
-        Shape::kFullNorm ? (Shape::most(Shape::kQDim, Shape::kKvDim) / kPanelRows + 31) / 32 : 1;
-    const u64* words;
-    int n;  // values
+  // By a warp, when it has its row: the scale of the norm over all queries, or over all keys, from
+  // the sums of squares of the panels that made them.
+  CUFUSE_DEVICE float full_norm_scale(bool of_queries, u32 tag) const {
+    constexpr int kMost = (Shape::most(Shape::kQDim, Shape::kKvDim) / kPanelRows + 31) / 32;
+    const int n = of_queries ? Shape::kQDim : Shape::kKvDim;
+    const u64* words =
+        this->words(Shape::kSquaresAt) + lane_here() + (of_queries ? 0 : Shape::kQDim / kPanelRows);
     u64 seen[kMost];
+    auto has = [&](int i) { return lane_here() + i * 32 < n / kPanelRows; };
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (has(i)) seen[i] = look(words + i * 32);
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (has(i)) sum += __uint_as_float(settle(seen[i], words + i * 32, tag));
+    }
+    return rsqrtf(warp_sum(sum) / static_cast<float>(n) + this->args.eps);
+  }
 
-    CUFUSE_DEVICE FullNorm(const u64* squares, bool of_queries)
-        : words(squares + (of_queries ? 0 : Shape::kQDim / kPanelRows) + lane_here()),
-          n(of_queries ? Shape::kQDim : Shape::kKvDim) {
-#pragma unroll
-      for (int i = 0; i < kMost; ++i) {
-        if (has(i)) seen[i] = look(words + i * 32);
-      }
-    }
-    CUFUSE_DEVICE bool has(int i) const {
-      return Shape::kFullNorm && lane_here() + i * 32 < n / kPanelRows;
-    }
-    CUFUSE_DEVICE float scale(u32 tag, float eps) const {
-      float sum = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kMost; ++i) {
-        if (has(i)) sum += __uint_as_float(settle(seen[i], words + i * 32, tag));
-      }
-      return rsqrtf(warp_sum(sum) / static_cast<float>(n) + eps);
-    }
-  };
   CUFUSE_DEVICE void append(int layer, int kv_head, bool value, const T* new_key) {
     constexpr int kPer8 = 8 / static_cast<int>(sizeof(T));
     const i64 row = static_cast<i64>(layer * Shape::kKvHeads + kv_head) * this->args.capacity +

@@ -24,7 +24,7 @@ CUFUSE_DEVICE void walk(AnyRole role, int layer) {
   if constexpr (kPhase == Phase::down) role.down(layer);
   if constexpr (kPhase == Phase::router) role.router(layer);
   if constexpr (kPhase == Phase::experts) role.experts(layer);
-  if constexpr (kPhase == Phase::combine) role.combine(layer);
+  if constexpr (kPhase == Phase::combine) role.template combine<true>(layer);
   if constexpr (kPhase == Phase::head) role.head();
   role.end();
 }

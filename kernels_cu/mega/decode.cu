@@ -32,7 +32,7 @@ CUFUSE_DEVICE void walk(AnyRole role, int n_layers) {
         if (!role.is_dense(layer)) {
           role.router(layer);   // norm, product
           role.experts(layer);  // choice, norm, two products of each, activation, weight
-          role.combine(layer);  // the sum of their products, residual
+          role.template combine<false>(layer);  // the sum of their products, residual
           continue;
         }
       }
