@@ -213,7 +213,6 @@ class Gather(NamedTuple):
     """All groups look at words, which become the x of a product."""
 
     words: tuple[Words, ...]
-    first: bool  # before a group takes its first block
 
 
 class Multiply(NamedTuple):
@@ -705,46 +704,52 @@ class Plan:
 
     def filler(self, cta: int) -> Iterator[Event]:
         """List what fills the ring of a CTA, and chooses experts for it."""
-        chosen = 0  # the tag of the layer whose experts are known
-        for step in self.steps:
-            tag, mine = self.tag(step.token, step.layer) + 1, self.tiles_of(step, cta)
-            choose = Choose((Words("router", 0, self.router_logits, tag - 1),))
-            blocks = 0
+        for place, step in enumerate(self.steps):
+            mine = self.tiles_of(step, cta)
+            if step.phase == "experts":
+                yield from self._experts(step, mine, self._takes_part(place, cta))
+                continue
             for tile in mine:
                 if step.phase == "attention" and (words := self.append_wanted(step, tile)):
                     yield Wait(words)
-                if step.phase not in ("experts", "combine"):
-                    yield from self.fills(step, tile)
-                    continue
-                for part in range(self.product(step.phase).parts):
-                    # What is shared comes before the choice as long as the ring has room for it:
-                    # nothing of it is taken before.
-                    blocks += self.cut(step.phase).part_blocks
-                    full = step.phase == "experts" and blocks > self.tile.stages
-                    if chosen != tag and (full or self.is_routed(step, tile, part)):
-                        chosen = tag
-                        yield choose
-                    yield from self._row_fills(step, tile, part)
-            if step.phase == "experts" and mine and chosen != tag:
-                chosen = tag
-                yield choose
+                yield from self.fills(step, tile)
+
+    def _experts(self, step: Step, mine: range, takes_part: bool) -> Iterator[Event]:
+        """Fill what is shared, choose, fill what was chosen.
+
+        Finishers wait for the choice, so what is shared comes behind it where the ring is too small
+        for that.
+        """
+        logits = Words("router", 0, self.router_logits, self.tag(step.token, step.layer))
+        choose = [Choose((logits,))] if takes_part else []
+        shared = [tile for tile in mine if not self.is_routed(step, tile, 0)]
+        panels = self.config.shared_hidden_dim // self.product(step.phase).panel_rows
+        fits = -(-panels // self.tile.ctas) * self.cut(step.phase).blocks <= self.tile.stages
+        if not fits:
+            yield from choose
+        for tile in shared:
+            yield from self.fills(step, tile)
+        if fits:
+            yield from choose
+        for tile in mine[len(shared) :]:
+            yield from self.fills(step, tile)
+
+    def _takes_part(self, place: int, cta: int) -> bool:
+        """Tell whether a CTA has a tile of the experts, or of the combine that comes next."""
+        return any(self.tiles_of(step, cta) for step in self.steps[place : place + 2])
 
     def multiplier(self, cta: int) -> Iterator[Event]:
         """List what gathers, multiplies and attends. A CTA without a tile does not read either.
 
-        Every group of warps takes its first block of a phase before it gathers, but for experts.
+        Every group of warps takes its first block of a phase before it gathers.
         """
-        panels = choices = chosen = 0
+        panels = 0
         for step in self.steps:
-            tag, mine = self.tag(step.token, step.layer) + 1, self.tiles_of(step, cta)
+            mine = self.tiles_of(step, cta)
             if step.phase == "attention":
                 yield from (self._attend(step, tile) for tile in mine)
             elif mine:
-                if step.phase in ("experts", "combine") and chosen != tag:
-                    chosen, choices = tag, choices + 1
-                    if step.phase == "experts":
-                        yield AwaitChoice(choices)
-                yield Gather(self._x(step), step.phase == "experts")
+                yield Gather(self._x(step))
                 blocks = self.cut(step.phase).blocks
                 for tile in mine:
                     yield Multiply(step, tile, blocks, panels * blocks % PANEL_GROUPS)
@@ -756,32 +761,26 @@ class Plan:
 
     def finisher(self, cta: int) -> Iterator[Event]:
         """List what finishes sums and hands them on."""
-        choices = left = chosen = 0
-        for step in self.steps:
+        choices = left = 0
+        for place, step in enumerate(self.steps):
             if step.phase == "attention":
                 continue
-            tag, mine = self.tag(step.token, step.layer) + 1, self.tiles_of(step, cta)
-            gated = self.config.shared_gated
+            mine = self.tiles_of(step, cta)
             if step.phase == "router" and left != choices:
                 left = choices
                 yield Leave()
+            if step.phase == "experts" and self._takes_part(place, cta):
+                # Before what it finishes of it, and it may have nothing to finish.
+                choices += 1
+                yield AwaitChoice(choices)
             if mine and step.phase == "output" and step.layer == 0:
                 yield Wait(self.embeds(step.token))
             if step.phase == HEAD and self.filtered:
                 yield Wait(self.embeds(step.token))  # before it overwrites the logits
             for tile in mine:
-                asks = step.phase == "combine" or (
-                    step.phase == "experts" and (gated or self.is_routed(step, tile, 0))
-                )
-                if asks and chosen != tag:
-                    chosen, choices = tag, choices + 1
-                    yield AwaitChoice(choices)
                 yield Finish(step, tile)
                 yield Wait(self._residual(step, tile))
                 yield Publish(self._product(step, tile))
-            if step.phase == "experts" and mine and chosen != tag:
-                chosen, choices = tag, choices + 1
-                yield AwaitChoice(choices)
             if step.phase == HEAD:
                 words = self.best(step.token)
                 yield Publish((words._replace(begin=words.begin + cta, end=words.begin + cta + 1),))

@@ -314,11 +314,6 @@ class Dependencies:
             else:
                 self._fills[cta].append(before)
 
-    def _await_choice(self, cta: int, event: AwaitChoice, before: int) -> Iterator:
-        while len(self._choices[cta]) < event.number:
-            yield True
-        return before | self._choices[cta][event.number - 1]
-
     def _multiply(self, cta: int, events: Iterator[Event]) -> Iterator:
         before = taken = 0
 
@@ -333,8 +328,6 @@ class Dependencies:
         for event in events:
             if type(event) is Gather:
                 before = yield from self._read("gathering", cta, event.words, before)
-            elif type(event) is AwaitChoice:
-                before = yield from self._await_choice(cta, event, before)
             elif type(event) is Multiply:
                 yield from take(event.blocks)
                 self._sums[cta, event.step, event.tile] = before
@@ -360,7 +353,9 @@ class Dependencies:
             elif type(event) is Wait:
                 before = yield from self._read("finisher", cta, event.words, before)
             elif type(event) is AwaitChoice:
-                before = yield from self._await_choice(cta, event, before)
+                while len(self._choices[cta]) < event.number:
+                    yield True
+                before |= self._choices[cta][event.number - 1]
             else:
                 self._write(published(event), before)
 
@@ -444,22 +439,11 @@ class Simulation:
             if its.region != "logits" or self.plan.filtered:
                 self.words.update((unit, its.tag) for unit in units(its))
 
-    def await_choice(self, cta: Cta, event: AwaitChoice) -> Agent:
-        """Wait for a phase of a barrier, that tells only even ones from odd ones."""
-
-        def there() -> bool:
-            return cta.made > 0 and (cta.made - event.number) % 2 == 0
-
-        yield f"choice {event.number}", there
-
     def check_choice(self, number: int, cta: Cta, event: Finish) -> None:
         """What a finisher reads is still the choice of its layer."""
-        step, c = event.step, self.plan.config
-        if step.phase == "experts" and not c.shared_gated:
-            reads = self.plan.is_routed(step, event.tile, 0)
-        else:
-            reads = step.phase in ("experts", "combine")
+        step = event.step
         wanted = self.plan.tag(step.token, step.layer)
+        reads = step.phase in ("experts", "combine")
         if reads and cta.chosen != wanted:
             raise Stuck(f"finisher {number} finds the choice of {cta.chosen}, not of {wanted}")
 
@@ -504,7 +488,7 @@ class Simulation:
                 cta.released.add(i)
             taken += count
 
-        def multiply(event: Gather, products: list[Multiply]) -> Agent:
+        def multiply(words: tuple[Words, ...], products: list[Multiply]) -> Agent:
             """One block ahead: before x is there, and before the sums of a panel are stored."""
             nonlocal taken, panels
             unread, mine = panels, []
@@ -523,14 +507,11 @@ class Simulation:
                     cta.released.add(i)
 
             yield "the finisher to have read all sums", lambda: cta.finished >= unread
-            if not event.first:
-                yield from take_next()
+            yield from take_next()
             yield from sync()
-            yield from self.wait(event.words)
+            yield from self.wait(words)
             cta.gathered[products[0].step] += 1
             yield from sync()
-            if event.first:
-                yield from take_next()
             for panel, blocks in mine:
                 for _ in blocks:
                     yield from take_next()
@@ -542,9 +523,7 @@ class Simulation:
         for place, event in enumerate(events):
             if type(event) is Gather:
                 products = takewhile(lambda e: type(e) is Multiply, events[place + 1 :])
-                yield from multiply(event, list(products))
-            elif type(event) is AwaitChoice:
-                yield from self.await_choice(cta, event)
+                yield from multiply(event.words, list(products))
             elif type(event) is Multiply:
                 pass  # with what it gathers
             elif type(event) is Draw:
@@ -575,7 +554,9 @@ class Simulation:
                 self.check_choice(number, cta, event)
                 cta.finished += 1
             elif type(event) is AwaitChoice:
-                yield from self.await_choice(cta, event)
+                # A barrier tells even phases from odd ones, and no more.
+                apart = lambda number=event.number: (cta.made - number) % 2 == 0  # noqa: E731
+                yield f"choice {event.number}", apart
             elif type(event) is Leave:
                 cta.left += 1
             elif type(event) is Wait:

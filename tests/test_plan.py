@@ -20,7 +20,7 @@ from cufuse import config, jit, plan, tiles
 from cufuse.cli import main
 from cufuse.config import Config
 from cufuse.engines import _decode
-from cufuse.plan import Choose, Fill, Gather, Leave, Plan, Publish, Wait, Words
+from cufuse.plan import Choose, Gather, Leave, Plan, Publish, Wait, Words
 from cufuse.tiles import DecodeTile
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
@@ -286,7 +286,7 @@ class IdleReads(Plan):
     def multiplier(self, cta):
         for step in self.steps:
             if step.phase == "gate_up" and not self.tiles_of(step, cta):
-                yield Gather(self._x(step), False)
+                yield Gather(self._x(step))
             yield from (event for event in super().multiplier(cta) if event_step(event) == step)
 
 
@@ -409,21 +409,14 @@ def test_a_simulation_finds_who_is_lapped():
 
 
 class ChoosesLate(Plan):
-    """All that is shared is filled before experts are chosen, and nothing of it taken before."""
+    """All that is shared is filled before experts are chosen."""
 
-    def filler(self, cta):
-        held = None
-        for event in super().filler(cta):
-            if type(event) is Choose:
-                held = event
-                continue
-            late = type(event) is Fill and event.step.phase == "experts"
-            if held and not (late and not self.is_routed(event.step, event.tile, 0)):
-                yield held
-                held = None
-            yield event
-        if held:
-            yield held
+    def _experts(self, step, mine, takes_part):
+        events = list(super()._experts(step, mine, takes_part))
+        chosen = [e for e in events if type(e) is Choose]
+        routed = [e for e in events if e not in chosen and self.is_routed(step, e.tile, 0)]
+        yield from (e for e in events if e not in chosen and e not in routed)
+        yield from chosen + routed
 
 
 def test_more_of_a_shared_expert_than_the_ring_has_room_for_comes_behind_the_choice():
