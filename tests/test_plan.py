@@ -85,7 +85,7 @@ MIXED = {
         vocab_size=507,
         n_experts=16,
         n_experts_per_token=2,
-        shared_hidden_dim=144,
+        shared_hidden_dim=240,
         shared_gated=True,
         qk_norm="none",
     ),
