@@ -139,13 +139,13 @@ def _maps(weights: Weights, tile: DecodeTile) -> dict[str, bytes]:
         _, part = tiles.expert_columns(c)
         # Columns of a row, those of a panel's part, rows of a box.
         kinds = {
-            "router": (c.dim, c.dim, 16),
+            "router": (c.dim, c.dim, 8),
             "gate": (c.dim, c.dim, 8),
             "up": (c.dim, c.dim, 8),
             "down": (c.hidden_dim, part, 16),
             "shared_down": (c.shared_hidden_dim, part, 16),
             "dense_down": (c.dense_hidden_dim, c.dense_hidden_dim, 16),
-            "forecast": (c.dim, c.dim, 16),
+            "forecast": (c.dim, c.dim, 8),
         }
         kept = {
             f"{name}_map": _rows_map(made[name], *kind, tile)

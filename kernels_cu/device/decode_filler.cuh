@@ -72,6 +72,7 @@ struct Filler : Role<Shape, kFillerRole> {
                      nullptr,
                      first + panel * kPanelRows,
                      0,
+                     0,
                      Mlp::kDense,
                      Shape::kDim - panel * kPanelRows};
       });
@@ -83,12 +84,13 @@ struct Filler : Role<Shape, kFillerRole> {
   // A mixture's.
   CUFUSE_DEVICE void forecast(int layer) {
     const i64 first = static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts;
-    rows<Shape::kRouterPanels, typename Shape::RouterPanel>([&](int panel, int) {
+    rows<Shape::kRouterPanels, typename Shape::GateUpRows>([&](int panel, int) {
       return Place{&this->args.forecast_map,
-                   nullptr,
+                   &this->args.forecast_map,
                    this->args.forecast,
-                   nullptr,
+                   this->args.forecast,
                    first + panel * kPanelRows,
+                   8,
                    0,
                    Shape::kDim,
                    Mlp::kExperts - panel * kPanelRows};
@@ -96,16 +98,20 @@ struct Filler : Role<Shape, kFillerRole> {
   }
   CUFUSE_DEVICE void router(int layer) {
     const i64 first = static_cast<i64>(this->experts_before(layer)) * Mlp::kLogits;
-    rows<Shape::kRouterPanels, typename Shape::RouterPanel>([&](int panel, int) {
+    rows<Shape::kRouterPanels, typename Shape::GateUpRows>([&](int panel, int) {
       return Place{&this->args.router_map,
-                   nullptr,
+                   &this->args.router_map,
                    this->args.router,
-                   nullptr,
+                   this->args.router,
                    first + panel * kPanelRows,
+                   8,
                    0,
                    Shape::kDim,
                    Mlp::kLogits - panel * kPanelRows};
     });
+  }
+  CUFUSE_DEVICE void router_or_experts(int layer, bool is_experts) {
+    is_experts ? experts(layer) : router(layer);
   }
   CUFUSE_DEVICE void experts(int layer) {
     filler.window = Shape::Ring::kWindow;
@@ -157,6 +163,7 @@ struct Filler : Role<Shape, kFillerRole> {
                    nullptr,
                    (shared ? mixtures : mixtures * Mlp::kExperts + expert) * Shape::kDim +
                        panel * kPanelRows,
+                   0,
                    column,
                    shared ? Mlp::kShared : Shape::kHidden,
                    Shape::kDim - panel * kPanelRows};
@@ -186,20 +193,21 @@ struct Filler : Role<Shape, kFillerRole> {
     }
   }
 
-  // Where a panel's rows are: of one matrix, or the second's beside the first's.
+  // Where a panel's rows are: of one matrix, or 8 of a second one behind 8 of the first.
   struct Place {
     const TensorMap* map;
     const TensorMap* second_map;
     const T* data;
     const T* second;
     i64 row;
+    int second_row;  // from `row` on
     int column;
     int pitch;  // columns of a row
     int rows;   // that are the panel's
   };
 
   CUFUSE_DEVICE Place gate_up_place(i64 row) const {
-    return {&this->args.gate_map, &this->args.up_map, this->args.gate, this->args.up, row, 0,
+    return {&this->args.gate_map, &this->args.up_map, this->args.gate, this->args.up, row, 0, 0,
             Shape::kDim,          kPanelRows};
   }
   // Rows of the gates (and of the ups) of the layers before.
@@ -231,7 +239,7 @@ struct Filler : Role<Shape, kFillerRole> {
     const int line = block * Rows::kLines;
 #if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
     if constexpr (Shape::Ring::kCopies == Copies::bulk) {
-      const int row = static_cast<int>(at.row);
+      auto row = [&](int i) { return static_cast<int>(at.row) + (i == 0 ? 0 : at.second_row); };
       constexpr int kBytes = Rows::kLines * kRows * Rows::kLineBytes;  // of one matrix
       auto map = [&](int i) -> const TensorMap& { return i == 0 ? *at.map : *at.second_map; };
       if constexpr (kInLines<T, Panel::kK>) {
@@ -240,7 +248,8 @@ struct Filler : Role<Shape, kFillerRole> {
         filler.template fill_boxes<kMatrices>(
             kMatrices * kBytes,
             [&](int i, unsigned char* stage, u64* barrier) {
-              copy_tensor_hinted(stage + i * kBytes, map(i), barrier, filler.policy, 0, row, first);
+              copy_tensor_hinted(stage + i * kBytes, map(i), barrier, filler.policy, 0, row(i),
+                                 first);
             },
             this->tracer);
       } else {
@@ -250,7 +259,7 @@ struct Filler : Role<Shape, kFillerRole> {
               const int column = at.column + (line + i / kMatrices) * Panel::kLineColumns;
               copy_tensor_hinted(
                   stage + i % kMatrices * kBytes + i / kMatrices * kRows * Rows::kLineBytes,
-                  map(i % kMatrices), barrier, filler.policy, column, row);
+                  map(i % kMatrices), barrier, filler.policy, column, row(i % kMatrices));
             },
             this->tracer);
       }
@@ -266,7 +275,8 @@ struct Filler : Role<Shape, kFillerRole> {
               const unsigned char* to =
                   Rows::line(stage, row % 8, row >= 8) + i / 128 * Rows::kColumnBytes;
               const bool second = Panel::kGated && row >= 8;
-              const i64 at_row = at.row + (Panel::kGated ? row % 8 : row);
+              const i64 at_row =
+                  at.row + (second ? at.second_row : 0) + (Panel::kGated ? row % 8 : row);
               const T* from =
                   (second ? at.second : at.data) + at_row * at.pitch + at.column + column;
               const bool there = column < Panel::kK && row < at.rows;

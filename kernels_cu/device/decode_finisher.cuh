@@ -82,6 +82,9 @@ struct Finisher : Role<Shape, kFinisherRole> {
     router_panels<true>(layer, this->words(Shape::kLogits));
   }
 
+  CUFUSE_DEVICE void router_or_experts(int layer, bool is_experts) {
+    is_experts ? experts(layer) : router(layer);
+  }
   CUFUSE_DEVICE void experts(int layer) {
     const i64 before = static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts;
     const bool takes_part = this->starts(Shape::kExpertsPanels);
@@ -265,7 +268,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
                            static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts);
     const u32 tag = this->tag(layer);
     const float scale = kNormed ? 1.0f : last_scale;
-    panels<Shape::kRouterPanels, typename Shape::RouterPanel, kNormed>([&](int row) {
+    panels<Shape::kRouterPanels, typename Shape::GateUpRows, kNormed>([&](int row) {
       const float b = bias && row < Mlp::kExperts ? to_float(bias[row]) : 0.0f;
       return [=](float sum) {
         if (row < (kNormed ? Mlp::kLogits : Mlp::kExperts) && lane_here() < kPanelRows) {

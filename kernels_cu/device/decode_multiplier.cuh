@@ -41,7 +41,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     if (first >= Shape::kQkvPanels) return;
     if (layer == 0) follow();
     using Panel = typename Shape::template Panel<Shape::kDim>;
-    multiply<Shape::kQkvPanels, Panel>(first, [&] {
+    multiply<Panel>(first, Shape::kQkvPanels, [&] {
       const T* row = layer == 0 ? this->embedding_row(this->token()) : nullptr;
       gather_normalized<Panel>(row, this->words(Shape::kX), this->tag(layer - 1),
                                this->args.attn_norm + layer * Shape::kDim);
@@ -62,7 +62,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const int first = this->take(Shape::kOutPanels);
     if (first >= Shape::kOutPanels) return;
     using Panel = typename Shape::template Panel<Shape::kQDim>;
-    multiply<Shape::kOutPanels, Panel>(first, [&] {
+    multiply<Panel>(first, Shape::kOutPanels, [&] {
       const int splits = this->split(layer).count;
       if (splits == 1 || splits > Shape::kReadSplits) {
         gather<Panel>(this->words(Shape::kAttention), this->tag(layer));
@@ -74,9 +74,9 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 
   CUFUSE_DEVICE void gate_up(int layer) {
     if constexpr (Mlp::kRoutes) {
-      mlp<Shape::kDensePanels, typename Shape::GateUpRows>(layer);
+      mlp<typename Shape::GateUpRows>(layer, Shape::kDensePanels);
     } else {
-      mlp<Shape::kGateUpPanels, typename Shape::template Panel<Shape::kDim>>(layer);
+      mlp<typename Shape::template Panel<Shape::kDim>>(layer, Shape::kGateUpPanels);
     }
   }
 
@@ -93,13 +93,12 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   CUFUSE_DEVICE void forecast(int layer) {
     const int first = this->take(Shape::kRouterPanels);
     if (first >= Shape::kRouterPanels) return;
-    multiply<Shape::kRouterPanels, typename Shape::RouterPanel>(first, [] {});
+    multiply<typename Shape::GateUpRows>(first, Shape::kRouterPanels, [] {});
   }
-  CUFUSE_DEVICE void router(int layer) {
-    mlp<Shape::kRouterPanels, typename Shape::RouterPanel>(layer);
-  }
-  CUFUSE_DEVICE void experts(int layer) {
-    mlp<Shape::kExpertsPanels, typename Shape::GateUpRows>(layer);
+  CUFUSE_DEVICE void router(int layer) { router_or_experts(layer, false); }
+  CUFUSE_DEVICE void experts(int layer) { router_or_experts(layer, true); }
+  CUFUSE_DEVICE void router_or_experts(int layer, bool experts) {
+    mlp<typename Shape::GateUpRows>(layer, experts ? Shape::kExpertsPanels : Shape::kRouterPanels);
   }
   template <bool kAlone>
   CUFUSE_DEVICE void combine(int layer) {
@@ -110,7 +109,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const int first = this->take(Shape::kHeadPanels);
     if (first >= Shape::kHeadPanels) return;
     using Panel = typename Shape::template Panel<Shape::kDim>;
-    multiply<Shape::kHeadPanels, Panel>(first, [&] {
+    multiply<Panel>(first, Shape::kHeadPanels, [&] {
       gather_normalized<Panel>(nullptr, this->words(Shape::kX), this->tag(Shape::kLayers - 1),
                                this->args.final_norm);
     });
@@ -123,11 +122,11 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 
  private:
   // A product with what attention leaves behind, normalised.
-  template <int kPanels, typename Panel>
-  CUFUSE_DEVICE void mlp(int layer) {
-    const int first = this->take(kPanels);
-    if (first >= kPanels) return;
-    multiply<kPanels, Panel>(first, [&] {
+  template <typename Panel>
+  CUFUSE_DEVICE void mlp(int layer, int panels) {
+    const int first = this->take(panels);
+    if (first >= panels) return;
+    multiply<Panel>(first, panels, [&] {
       gather_normalized<Panel>(nullptr, this->words(Shape::kMiddle), this->tag(layer),
                                this->args.mlp_norm + layer * Shape::kDim);
     });
@@ -137,8 +136,8 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   CUFUSE_DEVICE void from_hidden(int layer) {
     const int first = this->take(Shape::kDownPanels);
     if (first >= Shape::kDownPanels) return;
-    multiply<Shape::kDownPanels, Panel>(
-        first, [&] { gather<Panel>(this->words(Shape::kHiddenWords), this->tag(layer)); });
+    multiply<Panel>(first, Shape::kDownPanels,
+                    [&] { gather<Panel>(this->words(Shape::kHiddenWords), this->tag(layer)); });
   }
 
   // The threads that draw together.
@@ -410,10 +409,11 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
   }
 
-  // This CTA's panels, from `panel` on. A warp has its first weights in registers before it gathers
-  // x, and the next ones before it hands on its sums: their stages are free so much earlier.
-  template <int kPanels, typename Panel, typename Gather>
-  CUFUSE_DEVICE void multiply(int panel, const Gather& gather) {
+  // This CTA's panels of `panels`, from `panel` on. A warp has its first weights in registers
+  // before it gathers x, and the next ones before it hands on its sums: their stages are free so
+  // much earlier.
+  template <typename Panel, typename Gather>
+  CUFUSE_DEVICE void multiply(int panel, int panels, const Gather& gather) {
     const int warp = warp_here();
     const int group = warp / kGroupWarps % kPanelGroups, quarter = warp % kGroupWarps;
     const uint4* x = at<const uint4>(Shape::kXAt);
@@ -438,8 +438,8 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     };
     // Panels of less than four blocks are not every group's.
     auto take_first = [&] {
-      while (panel < kPanels && mine >= Panel::kBlocks) pass_panel();
-      if (panel < kPanels) take(mine);
+      while (panel < panels && mine >= Panel::kBlocks) pass_panel();
+      if (panel < panels) take(mine);
     };
     if (panels_done > 0) await_finisher(panels_done - 1);
     const int unread = panels_done;
@@ -448,7 +448,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     gather();
     const u32 gathered = this->tracer.now();
 #pragma unroll 1
-    while (panel < kPanels) {
+    while (panel < panels) {
       PanelSums<T> sums;
 #pragma unroll 1
       for (int block = mine; block < Panel::kBlocks; block += kPanelGroups) {

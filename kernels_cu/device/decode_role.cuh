@@ -139,8 +139,7 @@ struct Role {
     tracer.phase();  // every role takes once a phase
     int first = static_cast<int>(blockIdx.x) - turn;
     if (first < 0) first += Shape::kCtas;
-    turn += tiles % Shape::kCtas;
-    if (turn >= Shape::kCtas) turn -= Shape::kCtas;
+    turn = static_cast<int>(static_cast<u32>(turn + tiles) % Shape::kCtas);
     return first;
   }
 

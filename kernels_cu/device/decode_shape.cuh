@@ -200,7 +200,6 @@ struct DecodeShape {
   static constexpr int kExpertColumns = Mlp::kShared + Mlp::kTop * kHidden;
   static constexpr int kPartColumns =
       Mlp::kShared ? common_divisor(Mlp::kShared, kHidden) : kHidden;
-  using RouterPanel = RowsPanel<kDim>;
   using GateUpRows = RowsPanel<kDim, true>;
   using ExpertsDown = RowsPanel<kPartColumns, false, kExpertColumns / kPartColumns>;
   using DenseDown = RowsPanel<(Mlp::kDense > 0 ? Mlp::kDense : 8)>;

@@ -30,8 +30,9 @@ CUFUSE_DEVICE void walk(AnyRole role, int n_layers) {
       role.output(layer);     // product, bias, residual
       if constexpr (AnyRole::kRoutes) {
         if (!role.is_dense(layer)) {
-          role.router(layer);   // norm, product
-          role.experts(layer);  // choice, norm, two products of each, activation, weight
+          // Norm and product; choice, two products of each expert, activation, weight.
+#pragma unroll 1
+          for (int stage = 0; stage < 2; ++stage) role.router_or_experts(layer, stage == 1);
           role.template combine<false>(layer);  // the sum of their products, residual
           continue;
         }
