@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import mixture_oracle
 import numpy as np
 import pytest
-import routing
 from conftest import DTYPES, _to_gpu, relative_error, to_numpy
 from models import CONFIGS, louder, oracle
 from test_engines import LOGITS
@@ -549,11 +549,11 @@ def check_at(
 
     state = again()
     if config.n_experts:
-        routing.forget(state, n)
+        mixture_oracle.forget(state, n)
     together = to_numpy(MEGA.step(there, state, to(tokens), all_logits=True))
     if config.n_experts:
-        experts = routing.chosen(state, n)
-        with routing.follows(config, experts, made.dtype):
+        experts = mixture_oracle.chosen(state, n)
+        with mixture_oracle.follows(config, experts, made.dtype):
             wanted = oracle()
     else:
         wanted = oracle()
@@ -566,7 +566,7 @@ def check_at(
             one = engine.step(there, state, to(tokens[:, i : i + 1].copy()))
             assert bits(one) == together[:, i].tobytes(), f"{engine.__name__}, token {i}"
             if config.n_experts:
-                assert routing.chosen(state, 1).tolist() == experts[i : i + 1].tolist()
+                assert mixture_oracle.chosen(state, 1).tolist() == experts[i : i + 1].tolist()
         assert caches(state) == filled
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import mixture_oracle
 import numpy as np
 import pytest
-import routing
 from conftest import DTYPES, _to_gpu, to_numpy
 from models import CONFIGS, louder
 from test_decode import MEGA, MIXTURES, check_at
@@ -84,10 +84,10 @@ def step_of(made: Weights, tokens: np.ndarray, to: Any) -> tuple[State, Weights,
     """One launch over tokens [n]: the state, the weights where they ran, what was chosen."""
     there = made.map(to)
     state = State(there, capacity=len(tokens) + 1)
-    routing.forget(state, len(tokens))
+    mixture_oracle.forget(state, len(tokens))
     MEGA.step(there, state, to(tokens[None].astype(np.int32)), all_logits=True)
     state.check_fault()
-    return state, there, routing.chosen(state, len(tokens))
+    return state, there, mixture_oracle.chosen(state, len(tokens))
 
 
 def words_of(state: State, made: Weights, region: str, n: int, dtype: Any) -> np.ndarray:
@@ -122,10 +122,10 @@ def test_the_router_chooses_what_ops_choose(to_kernels, rng, name, dtype):
     bias = None if host.router_bias is None else host.router_bias.astype(np.float64)
     logits = reference.router_logits(rows, host.router.astype(np.float64), bias)
     got = words_of(state, made, "router", 2 * config.n_experts, np.float32)[: config.n_experts]
-    tolerance = routing.CLEAR[made.dtype.name]
+    tolerance = mixture_oracle.CLEAR[made.dtype.name]
     assert np.abs(got - logits[0]).max() < tolerance
     k, of_host = options.pop("k"), {**options, "correction": host.router_correction}
-    if routing.margins(logits, k, of_host)[0] > tolerance:
+    if mixture_oracle.margins(logits, k, of_host)[0] > tolerance:
         assert np.sort(to_numpy(ids)[0]).tolist() == chosen[0, 0].tolist()
 
 

@@ -42,7 +42,7 @@ __global__ void decode_plan(const DecodePlanArgs args) {
   tell<OfDim>(args, 0, Shape::kQkvPanels);
   tell<typename Shape::template Panel<Shape::kQDim>>(args, 1, Shape::kOutPanels);
   if constexpr (Shape::Mlp::kRoutes) {
-    tell<typename Shape::RouterPanel>(args, 2, Shape::kRouterPanels);
+    tell<typename Shape::GateUpRows>(args, 2, Shape::kRouterPanels);
     tell<typename Shape::GateUpRows>(args, 3, Shape::kExpertsPanels);
     tell<typename Shape::ExpertsDown>(args, 4, Shape::kDownPanels);
     tell<typename Shape::GateUpRows>(args, 5, Shape::kDensePanels);
