@@ -81,12 +81,15 @@ def arrays(weights: Weights) -> dict[str, Array]:
     """Return the arrays of a model by the names of DecodeArgs; None for what it does not have."""
     kept = getattr(weights, "_decode_arrays", None)
     if kept is None:
+        tile = tiles.decode(
+            weights.config, tiles.target_of(weights.embedding), weights.embedding.dtype
+        )
         kept = {
             "embedding": weights.embedding,
             "head": weights.head.array,
             "final_norm": weights.final_norm,
             **{name: _first_layers(name, weights) for name in _STACKS},
-            "forecast": _forecast(weights),
+            "forecast": _forecast(weights) if tile.prefetch_bytes else None,
         }
         weights._decode_arrays = kept  # type: ignore[attr-defined]
     return kept
