@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from cufuse import config as configs
-from cufuse import device, engines, jit, model, reference
+from cufuse import device, engines, jit, model, mxfp4, reference
 from cufuse import weights as weights_module
 from cufuse.benchmarks import verify
 from cufuse.benchmarks.rows import Row
 from cufuse.benchmarks.timing import Timing
 from cufuse.config import Config
 from cufuse.device import Array
+from cufuse.mxfp4 import Mxfp4
 from cufuse.state import State
 from cufuse.weights import Weights
 
@@ -78,10 +79,18 @@ class Subject:
 
     def empty(self) -> Weights:
         """Arrays of the right shapes that are never touched, to count with."""
-        arrays = (
-            (name, device.twin(np.empty(shape, self.dtype)))
-            for name, shape in weights_module.shapes(self.config).items()
-        )
+        wanted = weights_module.shapes(self.config)
+        arrays: dict[str, Any] = {
+            name: device.twin(np.empty(shape, self.dtype)) for name, shape in wanted.items()
+        }
+        for name, parts in weights_module.quantized(self.config).items():
+            n_experts, n, k = wanted[parts[0]]
+            gated = len(parts) == 2
+            size = mxfp4.packed_bytes(n_experts, n, k, gated=gated)
+            for part in parts:
+                del arrays[part]
+            array = device.twin(np.empty(size, np.uint8))
+            arrays[name] = Mxfp4(array, n_experts, n, k, self.dtype, gated)
         with jit.record(dry=True):  # nothing is packed
             return weights_module.assemble(self.config, arrays)
 
@@ -107,7 +116,7 @@ class Subject:
             engine=engine,
             dtype=self.dtype.name,
             model=self.config.name,
-            size_bytes=self.config.n_parameters * self.dtype.itemsize,
+            size_bytes=self.config.size_bytes(self.dtype.itemsize),
             n_parameters=self.config.n_parameters,
             batch=test.batch,
             context=test.context,

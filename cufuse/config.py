@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 ROUTERS = ("softmax_topk", "topk_softmax", "sigmoid_topk")
+EXPERT_DTYPES = ("model", "mxfp4")
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Config:
     router: str = "softmax_topk"  # "topk_softmax", "sigmoid_topk"; see ops.moe_route
     norm_topk_prob: bool = True
     router_bias: bool = False
+    expert_dtype: str = "model"  # or "mxfp4": experts of 4 bits a weight; see mxfp4.Mxfp4
     router_correction: bool = False  # a float32 bias for the choice, not for the weight
     router_groups: int = 1  # experts come in so many groups ...
     router_top_groups: int = 1  # ... and are chosen from the best so many
@@ -105,11 +107,14 @@ class Config:
     def _mixture_problem(self) -> str | None:
         """What does not fit together in the mixture of experts, as a clause; None for nothing."""
         groups, top_groups = self.router_groups, self.router_top_groups
+        if self.expert_dtype not in EXPERT_DTYPES:
+            return f"expert_dtype is {self.expert_dtype!r}, wanted {' or '.join(EXPERT_DTYPES)}"
         if self.router not in ROUTERS:
             return f"router is {self.router!r}, wanted one of {', '.join(ROUTERS)}"
         if not self.n_experts:
             extras = ("shared_hidden_dim", "dense_layers", "router_correction")
             extra = next((name for name in extras if getattr(self, name)), None)
+            extra = "expert_dtype" if self.expert_dtype != "model" else extra
             return f"{extra} belongs to a mixture and n_experts is 0" if extra else None
         if not 1 <= self.n_experts_per_token <= self.n_experts:
             return (
@@ -118,6 +123,11 @@ class Config:
             )
         if not self.gated:
             return "the experts of a mixture are gated MLPs and gated is False"
+        if self.expert_dtype == "mxfp4" and (self.dim % 32 or self.hidden_dim % 32):
+            return (
+                f"dim = {self.dim} or hidden_dim = {self.hidden_dim} is no multiple of 32, the "
+                "weights that have a scale in mxfp4"
+            )
         if groups < 1 or self.n_experts % groups:
             return f"n_experts = {self.n_experts} is not a multiple of router_groups = {groups}"
         if not 1 <= top_groups <= groups:
@@ -202,8 +212,17 @@ class Config:
                 bool(self.dense_layers) and self.n_layers > 128
             ),
             f"{self.n_experts} experts, more than 1024": self.n_experts > 1024,
+            "experts of 4 bits a weight": self.expert_dtype == "mxfp4",
         }
         return next((words for words, applies in reasons.items() if applies), None)
+
+    def size_bytes(self, itemsize: int) -> int:
+        """Count the bytes of the weights of all matrices; 32 of mxfp4 have 17."""
+        n = 0
+        if self.expert_dtype == "mxfp4":
+            layers = self.n_layers - len(self.dense_layers)
+            n = layers * self.n_experts * 3 * self.dim * self.hidden_dim
+        return (self.n_parameters - n) * itemsize + n * 17 // 32
 
     @property
     def n_parameters(self) -> int:
@@ -374,6 +393,7 @@ _PRESETS = (
         n_experts_per_token=4,
         router="topk_softmax",
         router_bias=True,
+        expert_dtype="mxfp4",
     ),
     Config(
         name="minilm",

@@ -22,11 +22,7 @@ PANEL_GROUPS = 4  # of warps, that take the blocks of a panel or the chunks of a
 READ_SPLITS = 2  # so many splits are merged by their readers; of more, the first makes one
 APPEND_SLOTS = 2  # places that say that a row is in the cache, taken in turn
 BEST_SLOTS = 2  # places of what was drawn, taken in turn
-# Of any layer. A forecast is a mixture's, where the kernel is told to make one.
-PHASES = (
-    *("qkv", "forecast", "attention", "output", "router", "experts", "combine"),
-    *("gate_up", "down"),
-)
+PHASES = ("qkv", "attention", "output", "router", "experts", "combine", "gate_up", "down")  # of any
 HEAD = "head"  # behind the last layer's
 
 
@@ -42,19 +38,15 @@ def target(arch: str, sm_count: int) -> Target:
 # ---- rules --------------------------------------------------------------------------------------
 
 
-def layer_phases(c: Config, layer: int, *, forecasts: bool = False) -> tuple[str, ...]:
+def layer_phases(c: Config, layer: int) -> tuple[str, ...]:
     """Return the phases of a layer in their order."""
-    if not c.is_moe_layer(layer):
-        return ("qkv", "attention", "output", "gate_up", "down")
-    first = ("qkv", "forecast") if forecasts else ("qkv",)
-    return (*first, "attention", "output", "router", "experts", "combine")
+    mlp = ("router", "experts", "combine") if c.is_moe_layer(layer) else ("gate_up", "down")
+    return ("qkv", "attention", "output", *mlp)
 
 
-def walk(c: Config, *, forecasts: bool = False) -> tuple[tuple[int, str], ...]:
+def walk(c: Config) -> tuple[tuple[int, str], ...]:
     """Return the phases of a token in their order, each with its layer; the head has the last."""
-    layers = (
-        (i, phase) for i in range(c.n_layers) for phase in layer_phases(c, i, forecasts=forecasts)
-    )
+    layers = ((i, phase) for i in range(c.n_layers) for phase in layer_phases(c, i))
     return (*layers, (c.n_layers - 1, HEAD))
 
 

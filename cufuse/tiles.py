@@ -513,6 +513,7 @@ def _rows_tile(op: str, target: Target, m: int, n: int, k: int, itemsize: int) -
 
 DECODE_THREADS = 19 * 32  # decode_shape.cuh: 16 warps multiply, and there are three roles more
 _PANEL_WARPS = 16
+_PANEL_GROUPS = 4
 
 
 @dataclass(frozen=True)
@@ -531,9 +532,6 @@ class DecodeTile:
     copies: str  # "bulk" or "async"
     split_chunks: int  # chunks of the cache that one split takes
     value_slices: int = 4  # copies that the values of a chunk come by
-    prefetch_bytes: int = (
-        0  # of likely experts, to L2 between two looks at a router; 0: no forecast
-    )
     probe: str = "last"  # word of a vector that a CTA waits for before all threads look: or "first"
 
 
@@ -551,7 +549,10 @@ def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
     Chunks a split, 3 and 4: Qwen3-0.6B 446, 444, Llama-3.2-1B 581, 584. Probe of the first, a
     middle and the last word: Qwen3-0.6B 414, 416, 424, Llama-3.2-1B 575, 576, 572, SmolLM2-135M
     267, 268, 266. 2026-11-30, slices of the values, 4, 2 and 1: Llama-3.2-1B with 8192 tokens 702,
-    696, 705; Llama-3.1-8B with 32768 tokens 4818, 4714, 4751.
+    696, 705; Llama-3.1-8B with 32768 tokens 4818, 4714, 4751. Mixtures, 2026-12-01, windows 3 and
+    5, 4 and 5, 5 and 6, 6 and 8: OLMoE-1B-7B 717, 708, 707, 721; Qwen3-30B-A3B 4 and 4 1857, 4
+    and 6 1856, 5 and 6 1851; Mixtral-8x7B 3 and 4 6140, 4 and 4 6137, 4 and 6 6409. Slices of the
+    values, 4 and 2: OLMoE-1B-7B 706, 711, Qwen3-30B-A3B 1836, 1851.
     """
     bulk = target.arch == "twin" or int(target.arch.rstrip("af")) >= 90
     ctas = min(target.sm_count, -(-config.vocab_size // 16))
@@ -560,6 +561,8 @@ def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
     window, calm_window = (
         (3, 2) if dim < 1024 else (2, 1) if dim < 2048 else (3, 3) if dim < 4096 else (4, 3)
     )
+    if config.n_experts and dim < 4096:
+        window, calm_window = 6, 5
     large = target.shared_bytes > 160 * 1024
     for stage_bytes in (16384, 8192) if large else (8192, 16384):
         if stage_bytes < 2 * _FEWEST_KEYS * row_bytes:
@@ -570,11 +573,11 @@ def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
                 ctas,
                 stages,
                 stage_bytes,
-                min(window * in_large, stages - 1),
-                min(calm_window * in_large, stages - 1),
+                min(window * in_large, stages - _PANEL_GROUPS),
+                min(calm_window * in_large, stages - _PANEL_GROUPS),
                 "bulk" if bulk else "async",
                 split_chunks=4 * in_large,
-                value_slices=2 if dim >= 2048 else 4,
+                value_slices=2 if dim >= 2048 and not config.n_experts else 4,
                 probe="first" if 1024 <= dim < 2048 else "last",
             )
             if decode_shared_bytes(config, dtype, tile) <= target.shared_bytes:
@@ -651,8 +654,7 @@ def decode_shared(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
     fragments = 32 * max(
         _packed_tiles(max(c.dim, c.q_dim), itemsize), _mlp_tiles(c, itemsize, tile.stage_bytes)
     )
-    k = c.n_experts_per_token
-    choice = _round_up(16 + 8 * k + 4 + 4 * (k if tile.prefetch_bytes else 1), 8)
+    choice = _round_up(16 + 8 * c.n_experts_per_token + 4, 8)
     merge = 4 * group * (c.head_dim + 8 + 2 * (cache_keys(c, dtype, tile) + 8)) * 4
     # Bins for a draw with filters, where x and partial sums are when there are any.
     sums = 4 * _PANEL_WARPS * 16 * 4
@@ -701,7 +703,6 @@ def decode_regions(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
         "drawn": 16,
         "highest": _round_up(-(-_head_panels(c) // 2), 16),
         "router": _round_up(c.n_experts + 1, 16) if c.n_experts else 0,
-        "forecast": _round_up(c.n_experts + 1, 16) if tile.prefetch_bytes else 0,
         "squares": _round_up((c.q_dim + c.kv_dim) // 16, 16) if c.qk_norm == "full" else 0,
     }
 

@@ -205,7 +205,7 @@ class Stepper:
         state.tokens[...] = token % weights.config.vocab_size
         c = weights.config
         tile = tiles.decode(c, tiles.target_of(state.start), weights.dtype)
-        self.walk = plan.walk(c, forecasts=tile.prefetch_bytes > 0)
+        self.walk = plan.walk(c)
         self.buffer = allocate(tile.ctas, state.like)
 
     def enqueue(self, *, traced: bool) -> None:

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from cufuse import checks, device, jit, pack
+from cufuse import checks, device, jit, mxfp4, pack
 from cufuse.config import Config
 from cufuse.device import Array
+from cufuse.mxfp4 import Mxfp4
 from cufuse.pack import Packed
 from cufuse.reference import random as counter
 
@@ -28,7 +29,8 @@ from cufuse.reference import random as counter
 class Layer:
     """One block. Linear weights are [out, in]; what a family does not have is None.
 
-    Packed, qkv, out and down are `Packed`, and gate_up takes the place of gate and up.
+    Packed, qkv, out and down are `Packed`, and gate_up takes the place of gate and up. Experts of
+    4-bit weights are `Mxfp4`, gate_up and down, wherever they lie.
     """
 
     attn_norm: Array = None  # [dim]
@@ -50,7 +52,7 @@ class Layer:
     gate_bias: Array = None  # [hidden_dim], with experts [n_experts, hidden_dim]
     up: Array = None  # as gate
     up_bias: Array = None  # as gate_bias
-    gate_up: Packed | None = None  # [hidden_dim, dim] twice; no experts
+    gate_up: Packed | Mxfp4 | None = None  # [hidden_dim, dim] twice; with experts Mxfp4 alone
     down: Array = None  # [dim, hidden_dim], with experts [n_experts, dim, hidden_dim]
     down_bias: Array = None  # [dim], with experts [n_experts, dim]
     shared_gate: Array = None  # [shared_hidden_dim, dim]
@@ -84,9 +86,10 @@ class Weights:
     def size_bytes(self) -> int:
         """Bytes of all arrays, shared ones counted once."""
         arrays = {id(value): value for _, value in self.named()}
-        return sum(v.size_bytes if isinstance(v, Packed) else v.nbytes for v in arrays.values())
+        packed = (Packed, Mxfp4)
+        return sum(v.size_bytes if isinstance(v, packed) else v.nbytes for v in arrays.values())
 
-    def named(self) -> Iterator[tuple[str, Array | Packed]]:
+    def named(self) -> Iterator[tuple[str, Array | Packed | Mxfp4]]:
         """Yield (name, array) of everything that is there, layers as "layers.3.qkv"."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -101,30 +104,45 @@ class Weights:
     def rows(self) -> Iterator[tuple[str, Array]]:
         """Yield (name, array) as `shapes` names them: a matrix is row by row, unpacked for that."""
         for name, value in self.named():
-            if name == "head" and self._head_is_tied():
-                continue
-            if not isinstance(value, Packed):
-                yield name, value
-            elif value.gated:
-                gate, up = pack.unpack(value)
-                yield name.replace("gate_up", "gate"), gate
-                yield name.replace("gate_up", "up"), up
-            else:
-                yield name, pack.unpack(value)
+            if name != "head" or not self._head_is_tied():
+                yield from _rows(name, value)
 
     def map(self, change: Callable[[Array], Array]) -> Weights:
         """Apply a function to every array, matrices row by row; the result is packed anew.
 
-        A tied head stays tied.
+        A tied head stays tied. Experts of 4-bit weights stay such, their bytes changed, unless
+        that makes them anything but bytes: then they are taken row by row too.
         """
         filled = _Filling(self.config, len(self.layers))
-        for name, array in self.rows():
-            filled.put(name, change(array))
-            del array
+        for name, value in self.named():
+            if name == "head" and self._head_is_tied():
+                continue
+            if isinstance(value, Mxfp4):
+                changed = change(value.array)
+                if changed.dtype == np.uint8:
+                    filled.put(name, dataclasses.replace(value, array=changed))
+                    continue
+                del changed
+            for row_name, array in _rows(name, value):
+                filled.put(row_name, change(array))
+                del array
         return filled.weights(tied=self._head_is_tied())
 
     def _head_is_tied(self) -> bool:
         return self.head is not None and self.config.tied_embeddings
+
+
+def _rows(name: str, value: Array | Packed | Mxfp4) -> Iterator[tuple[str, Array]]:
+    """Yield an array as `shapes` names it, or both of a gate and its up, unpacked."""
+    if not isinstance(value, Packed | Mxfp4):
+        yield name, value
+        return
+    made = pack.unpack(value) if isinstance(value, Packed) else mxfp4.dequantize(value)
+    if value.gated:
+        for part, array in zip(("gate", "up"), made, strict=True):
+            yield name.replace("gate_up", part), array
+    else:
+        yield name, made
 
 
 _NOT_ARRAYS = ("config", "layers", "stacks")
@@ -144,14 +162,15 @@ class _Filling:
     def put(self, name: str, array: Array) -> None:
         """Take an array; one that is packed or copied is not kept."""
         made = self._made
-        packs = device.kind(array) != "numpy" and made.config.decode_problem is None
+        flat = array.array if isinstance(array, Mxfp4) else array
+        packs = device.kind(flat) != "numpy" and made.config.decode_problem is None
         if not name.startswith("layers."):
             setattr(made, name, pack.pack(array) if packs and name == "head" else array)
             return
         _, index_text, field = name.split(".")
         index = int(index_text)
         in_rows = made.config.n_experts > 0 and field in _ROWS
-        if not packs:
+        if not packs or isinstance(array, Mxfp4):
             setattr(made.layers[index], field, array)
         elif field in ("gate", "up") and not in_rows:
             self._halves[field] = array
@@ -280,6 +299,26 @@ def _mlp_shapes(c: Config, hidden_dim: int, *, experts: bool) -> dict[str, tuple
     }
 
 
+def quantized(config: Config) -> dict[str, tuple[str, ...]]:
+    """Return which arrays of a config are `Mxfp4`, and which of `shapes` each takes the place of.
+
+    They are named as in `Layer`: gate_up, whose gate and up come one after the other, and down.
+    """
+    made: dict[str, tuple[str, ...]] = {}
+    for i in range(config.n_layers):
+        if config.expert_dtype == "mxfp4" and config.is_moe_layer(i):
+            before = f"layers.{i}."
+            made[before + "gate_up"] = (before + "gate", before + "up")
+            made[before + "down"] = (before + "down",)
+    return made
+
+
+def dtype_of(name: str, dtype: Any) -> np.dtype:
+    """Return what an array has in a model of that dtype: a router's correction stays float32."""
+    exact = name.endswith("router_correction") and np.dtype(dtype).itemsize < 4
+    return np.dtype(np.float32 if exact else dtype)
+
+
 def assemble(config: Config, arrays: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> Weights:
     """Put arrays named as in `shapes` together; raises ValueError for a missing or wrong one.
 
@@ -289,19 +328,30 @@ def assemble(config: Config, arrays: Mapping[str, Array] | Iterable[tuple[str, A
     wanted, missing = shapes(config), dict.fromkeys(shapes(config))
     filled = _Filling(config, config.n_layers)
     for name, array in arrays.items() if isinstance(arrays, Mapping) else arrays:
+        if isinstance(array, Mxfp4):
+            for part in quantized(config).get(name, ()):
+                _check_shape(config, part, array.shape, wanted[part])
+                missing.pop(part)
+            filled.put(name, array)
+            continue
         if name not in wanted:
             continue
-        if tuple(array.shape) != wanted[name]:
-            raise ValueError(
-                f"model {config.name}: tensor {name} is {list(array.shape)}, "
-                f"wanted {list(wanted[name])}"
-            )
+        _check_shape(config, name, array.shape, wanted[name])
         filled.put(name, array)
         missing.pop(name)
         del array
     if missing:
         raise ValueError(f"model {config.name}: tensor {next(iter(missing))} is missing")
     return filled.weights(tied=config.has_head and config.tied_embeddings)
+
+
+def _check_shape(
+    config: Config, name: str, shape: tuple[int, ...], wanted: tuple[int, ...]
+) -> None:
+    if tuple(shape) != wanted:
+        raise ValueError(
+            f"model {config.name}: tensor {name} is {list(shape)}, wanted {list(wanted)}"
+        )
 
 
 # ---- a model that nobody trained ----------------------------------------------------------------
@@ -326,7 +376,8 @@ def random(
     of a cut model are those of the whole one. Matrices and embeddings have a standard deviation of
     0.02; the routers have dim^-0.5, which gives logits of about 1 and a top-k mass well below 1;
     norm weights lie in [0.8, 1.2), biases in [-0.02, 0.02), sinks in [-0.5, 0.5) and the router's
-    correction, float32 whatever the dtype, in [-0.1, 0.1). Returns Weights.
+    correction, float32 whatever the dtype, in [-0.1, 0.1); 4-bit experts are made as
+    `mxfp4.random_blocks` says. Returns Weights.
     """
     dtype = np.dtype(dtype)
     if dtype not in device.FLOAT_DTYPES:
@@ -339,14 +390,28 @@ def random(
         options: dict[str, Any] = {"seed": seed, "kind": kind, "gpu": gpu}
         return hash_uniform(
             shape,
-            np.float32 if name.endswith("router_correction") else dtype,
+            dtype_of(name, dtype),
             tensor=name,
             half_width=half_width,
             center=center,
             **options,
         )
 
-    return assemble(config, ((name, tensor(name, s)) for name, s in shapes(config).items()))
+    def experts(name: str, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        streams = _stream(name + ".blocks"), _stream(name + ".scales")
+        return mxfp4.random_blocks(shape, seed=seed, streams=streams, kind=kind, gpu=gpu)  # type: ignore[arg-type]
+
+    def arrays() -> Iterator[tuple[str, Array | Mxfp4]]:
+        wanted, packed = shapes(config), quantized(config)
+        for name, parts in packed.items():
+            first, *up = (experts(part, wanted[part]) for part in parts)
+            yield name, mxfp4.from_blocks(*first, up=up[0] if up else None, dtype=dtype)
+        replaced = {part for parts in packed.values() for part in parts}
+        for name, shape in wanted.items():
+            if name not in replaced:
+                yield name, tensor(name, shape)
+
+    return assemble(config, arrays())
 
 
 def _range(config: Config, name: str) -> tuple[float, float]:

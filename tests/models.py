@@ -8,6 +8,7 @@ import numpy as np
 
 from cufuse import engines, weights
 from cufuse.config import Config, RopeScaling
+from cufuse.mxfp4 import Mxfp4
 from cufuse.state import State
 from cufuse.weights import Weights
 
@@ -91,6 +92,19 @@ CONFIGS = {
             hidden_dim=40,
         ),
         _like(
+            "mxfp4",
+            dim=96,
+            norm_rounding="scale_first",
+            swiglu_limit=7.0,
+            mlp_bias=True,
+            n_experts=5,
+            n_experts_per_token=2,
+            router="topk_softmax",
+            router_bias=True,
+            hidden_dim=64,
+            expert_dtype="mxfp4",
+        ),
+        _like(
             "bert",
             norm="layernorm",
             norm_eps=1e-12,
@@ -113,7 +127,12 @@ CONFIGS = {
 
 def louder(made: Weights) -> Weights:
     """Scale matrices up, so that a small model's logits differ enough to tell right from wrong."""
-    return made.map(lambda a: (a * np.float32(6)).astype(a.dtype) if a.ndim > 1 else a)
+    made = made.map(lambda a: (a * np.float32(6)).astype(a.dtype) if a.ndim > 1 else a)
+    for _, value in made.named():
+        if isinstance(value, Mxfp4):
+            scales = value.array.reshape(-1, 544)[:, 512:]
+            scales += np.uint8(3)  # times 8
+    return made
 
 
 def small(name: str, dtype: object = np.float32, seed: int = 0) -> Weights:

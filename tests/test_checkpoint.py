@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import to_numpy
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from cufuse import checkpoint, config, device, weights
 from cufuse.checkpoint import CheckpointError, _source, gguf_file
@@ -114,10 +114,16 @@ def decoded(values: np.ndarray, type_name: str) -> np.ndarray:
     if type_name in ("F16", "BF16"):
         stored = packed.view(np.float16 if type_name == "F16" else ml_dtypes.bfloat16)
         return stored.astype(np.float32)
-    size = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}[type_name]
+    size = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "MXFP4": 17}[type_name]
     blocks = packed.reshape(-1, size)
     made = np.empty((len(blocks), 32), np.float32)
     for row, block in zip(made, blocks, strict=True):
+        if type_name == "MXFP4":
+            codes = np.concatenate([block[1:] % 16, block[1:] // 16]).tolist()
+            fp4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+            signed = [-fp4[c - 8] if c > 7 else fp4[c] for c in codes]
+            row[:] = [value * 2.0 ** (int(block[0]) - 127) for value in signed]
+            continue
         scale = np.float32(block[:2].view(np.float16)[0])
         if type_name == "Q8_0":
             row[:] = [scale * np.float32(q) for q in block[2:].view(np.int8)]
@@ -339,6 +345,123 @@ def test_gguf_experts(tmp_path, rng):
         got = getattr(loaded.weights.layers[1], ours)
         wanted = decoded(tensors[f"blk.1.{theirs}.weight"], "Q8_0")
         np.testing.assert_array_equal(got, wanted)
+
+
+GOLDENS = Path(__file__).resolve().parent / "data" / "moe_goldens"
+QWEN = {  # Hugging Face's names in a layer -> GGUF's
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+
+
+def qwen_gguf(path: Path, folder: Path, architecture: str, **changes: Any) -> Path:
+    """Write a folder's model, whose dense layers come first, as a GGUF file."""
+    made = checkpoint.read_config(folder)
+    tensors: dict[str, np.ndarray] = {}
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name, stored in sorted(load_file(folder / "model.safetensors").items()):
+        values = stored.astype(np.float32)
+        outside = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+        stem, _, kind = name.rpartition(".")
+        if not stem.startswith("model.layers."):
+            tensors[f"{outside.get(stem, 'output')}.{kind}"] = values
+            continue
+        layer, _, rest = stem.removeprefix("model.layers.").partition(".")
+        if ".experts." in rest:
+            matrix = rest.rpartition(".")[2].removesuffix("_proj")
+            stacks.setdefault(f"blk.{layer}.ffn_{matrix}_exps.{kind}", []).append(values)
+        else:
+            flat = values.reshape(-1) if rest == "mlp.shared_expert_gate" else values
+            tensors[f"blk.{layer}.{QWEN[rest]}.{kind}"] = flat
+    tensors |= {name: np.stack(experts) for name, experts in stacks.items()}
+    keys = {
+        "block_count": made.n_layers,
+        "context_length": made.max_seq_len,
+        "embedding_length": made.dim,
+        "feed_forward_length": made.dense_hidden_dim or made.hidden_dim,
+        "attention.head_count": made.n_heads,
+        "attention.head_count_kv": made.n_kv_heads,
+        "attention.key_length": made.head_dim,
+        "attention.value_length": made.head_dim,
+        "attention.layer_norm_rms_epsilon": made.norm_eps,
+        "rope.freq_base": made.rope_theta,
+        "expert_count": made.n_experts,
+        "expert_used_count": made.n_experts_per_token,
+        "expert_feed_forward_length": made.hidden_dim,
+        **changes,
+    }
+    named = {f"{architecture}.{key}": value for key, value in keys.items()}
+    return write_gguf(path, tensors, "F32", named, architecture)
+
+
+def test_gguf_of_a_mixture_with_a_shared_expert(tmp_path):
+    folder = GOLDENS / "qwen2_moe"
+    changes = {"leading_dense_block_count": 1, "expert_shared_feed_forward_length": 40}
+    path = qwen_gguf(tmp_path / "qwen2_moe.gguf", folder, "qwen2moe", **changes)
+    got, wanted = (checkpoint.load(place, dtype=np.float32) for place in (path, folder))
+    assert got.config == wanted.config
+    for (name, array), (_, other) in zip(got.weights.named(), wanted.weights.named(), strict=True):
+        np.testing.assert_array_equal(array, other, err_msg=name)
+
+
+def test_gguf_router_keys(tmp_path, rng):
+    tensors = gguf_tensors(rng, experts=4)
+    bias = rng.standard_normal(4).astype(np.float32)
+    tensors |= {f"blk.{i}.exp_probs_b.bias": bias for i in range(LAYERS)}
+    tensors |= {
+        f"blk.{i}.ffn_{name}_shexp.weight": np.ones(s, np.float32)
+        for i in range(LAYERS)
+        for name, s in {"gate": (192, DIM), "up": (192, DIM), "down": (DIM, 192)}.items()
+    }
+    keys: dict[str, Any] = {
+        "expert_count": 4,
+        "expert_used_count": 2,
+        "expert_gating_func": 2,
+        "expert_weights_scale": 2.5,
+        "expert_weights_norm": False,
+        "expert_group_count": 2,
+        "expert_group_used_count": 1,
+        "expert_shared_count": 2,
+    }
+    named = {f"llama.{key}": value for key, value in keys.items()}
+    path = write_gguf(tmp_path / "m.gguf", tensors, "F32", named)
+    loaded = checkpoint.load(path, dtype=np.float16)
+    made = loaded.config
+    assert (made.router, made.routed_scale, made.norm_topk_prob) == ("sigmoid_topk", 2.5, False)
+    assert (made.router_groups, made.router_top_groups) == (2, 1)
+    assert (made.shared_hidden_dim, made.shared_gated, made.router_correction) == (192, False, True)
+    correction = loaded.weights.layers[1].router_correction
+    assert correction.dtype == np.float32
+    np.testing.assert_array_equal(correction, bias)
+    named["llama.expert_gating_func"] = 3
+    path = write_gguf(tmp_path / "n.gguf", tensors, "F32", named)
+    with pytest.raises(Unsupported, match="expert_gating_func = 3; cufuse has 1"):
+        checkpoint.load(path, dtype=np.float16)
+
+
+def test_gguf_of_qwen3moe(tmp_path, rng):
+    settings = {"mlp_only_layers": [], "moe_intermediate_size": 48}
+    tensors = hf_tensors(rng, "qwen3_moe")
+    folder = write_folder(tmp_path / "m", "qwen3_moe", tensors, **settings)
+    path = qwen_gguf(tmp_path / "m.gguf", folder, "qwen3moe")
+    got, wanted = (checkpoint.load(place, dtype=np.float32) for place in (path, folder))
+    assert got.config == wanted.config and got.config.norm_topk_prob
+    for (name, array), (_, other) in zip(got.weights.named(), wanted.weights.named(), strict=True):
+        np.testing.assert_array_equal(array, other, err_msg=name)
 
 
 @pytest.mark.parametrize(

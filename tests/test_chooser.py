@@ -65,7 +65,7 @@ def choose(c: Config, logits: np.ndarray, correction: np.ndarray | None, to):
         "n": len(logits),
         "scale": c.routed_scale,
     }
-    kernel = jit.kernel("route.cu", "route", _decode._mlp(c, False), root=ROOT)
+    kernel = jit.kernel("route.cu", "route", _decode._mlp(c), root=ROOT)
     kernel.launch(3, 32, args, like=ids, shared_bytes=8 * k + 64)
     return to_numpy(ids), to_numpy(weights)
 

@@ -22,7 +22,7 @@ FLOORS = (
     ("model", "__init__"),
     ("engines",),
     ("ops", "generate", "plan", "trace"),
-    ("jit", "tiles", "pack", "weights", "state", "checkpoint", "tokenizer", "hub"),
+    ("jit", "tiles", "pack", "mxfp4", "weights", "state", "checkpoint", "tokenizer", "hub"),
     ("tensor_map",),
     ("device", "checks", "structs", "reference", "config"),
 )

@@ -1,6 +1,6 @@
 """Mixtures of experts as Hugging Face transformers computes them: whole models, and routers.
 
-`benchmarks/peers/make_moe_goldens.py` wrote what is compared with.
+`benchmarks/peers/torch_moe_goldens.py` wrote what is compared with.
 """
 
 from __future__ import annotations

@@ -295,6 +295,14 @@ def test_groups_leave_out_better_experts(to):
     assert routed(to, logits, 2, **V2, **two)[0].tolist() == [0, 1]
 
 
+def test_a_nan_of_a_kept_group_comes_before_what_is_left_out(to):
+    logits = [0.5, 0.5, 0.5, 2.0, math.nan, -math.inf]
+    two = {"groups": 2, "top_groups": 1}
+    assert routed(to, logits, 3, **V2, **two)[0].tolist() == [3, 5, 4]
+    _, ids = ops.topk(to(np.array([logits], np.float32)), 3, **two)
+    assert to_numpy(ids)[0].tolist() == [3, 5, 4]
+
+
 @pytest.mark.parametrize("m", [5, 66])
 def test_groups_of_many_tokens(to, rng, m):
     x, w, b = inputs(rng, m, 64, 32, np.float16, scale=1.0)

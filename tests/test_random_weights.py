@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 from conftest import DTYPES, to_numpy
+from models import CONFIGS
 
 from cufuse import config, device, jit, weights
 from cufuse.pack import Packed
@@ -102,6 +103,15 @@ def test_random_weights_are_scaled_for_a_model():
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     mass = np.sort(p, -1)[:, -chosen.n_experts_per_token :].sum(-1)
     assert 0.2 < mass.mean() < 0.7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_correction_is_float32_whatever_the_dtype(kind):
+    made = weights.random(CONFIGS["deepseek-moe"], dtype=np.float16, kind=kind)
+    corrections = [layer.router_correction for layer in made.layers]
+    assert corrections[0] is None and corrections[1].dtype == np.float32
+    assert 0.01 < abs(to_numpy(corrections[1])).max() <= 0.1
+    assert made.layers[1].shared_up.dtype == made.dtype == np.float16
 
 
 def test_random_weights_of_a_cut_model_are_its_first_layers():

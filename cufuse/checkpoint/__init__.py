@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufuse import device, weights
+from cufuse import device, mxfp4, weights
 from cufuse.checkpoint import gguf_file, hf_folder
 from cufuse.checkpoint._source import CheckpointError, Plan, check, fill, half_split
 from cufuse.checkpoint.gguf_file import GgufFile
 from cufuse.checkpoint.hf_folder import HfFolder
 from cufuse.config import Config
 from cufuse.device import Array
+from cufuse.mxfp4 import Mxfp4
 from cufuse.weights import Weights
 
 __all__ = ["Checkpoint", "CheckpointError", "half_split", "load", "read_config", "tokenizer_source"]
@@ -54,12 +56,31 @@ def load(
     if layers is not None:
         config = config.cut(layers)
     with _target(kind, gpu) as move:
-        arrays = (
-            (name, move(fill(source, plan[name], wanted, dtype, config)))
-            for name, wanted in weights.shapes(config).items()
-        )
-        made = weights.assemble(config, arrays)
+        made = weights.assemble(config, _arrays(source, plan, config, dtype, move))
     return Checkpoint(config, made, _tokenizer_source(source))
+
+
+def _arrays(
+    source: GgufFile | HfFolder,
+    plan: Plan,
+    config: Config,
+    dtype: np.dtype,
+    move: Callable[[np.ndarray], Array],
+) -> Iterator[tuple[str, Array | Mxfp4]]:
+    """Yield every array that `weights.assemble` asks for, read, converted and moved."""
+    packed = weights.quantized(config)
+    for name in packed:
+        pairs = [(move(blocks), move(scales)) for blocks, scales in source.blocks(plan[name])]
+        up = pairs[1] if len(pairs) == 2 else None
+        yield name, mxfp4.from_blocks(*pairs[0], up=up, dtype=dtype)
+        del pairs, up
+    replaced = {part for parts in packed.values() for part in parts}
+    for name, wanted in weights.shapes(config).items():
+        if name not in replaced:
+            yield (
+                name,
+                move(fill(source, plan[name], wanted, weights.dtype_of(name, dtype), config)),
+            )
 
 
 def read_config(path: str | Path) -> Config:
@@ -90,7 +111,7 @@ def _open(path: str | Path) -> GgufFile | HfFolder:
 def _describe(source: GgufFile | HfFolder) -> tuple[Config, Plan, tuple[str, ...]]:
     if isinstance(source, GgufFile):
         config = gguf_file.read_config(source)
-        return config, gguf_file.read_plan(config), (gguf_file.ROPE_FACTORS,)
+        return config, gguf_file.read_plan(source, config), (gguf_file.ROPE_FACTORS,)
     config = hf_folder.read_config(source)
     return config, hf_folder.read_plan(source, config), hf_folder.ignored(source, config)
 

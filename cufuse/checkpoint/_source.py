@@ -47,6 +47,13 @@ class Source(Protocol):
         """Yield a tensor's values in order, some of them at a time."""
         ...
 
+    def blocks(self, parts: list[Part]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return (blocks, scales) of 4-bit experts, as `mxfp4.from_blocks` takes them.
+
+        Of a gate and its up there are two pairs.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Picked:
@@ -76,9 +83,11 @@ class Part:
     shape: tuple[int, ...]
     interleaved_heads: int = 0  # when its rows are stored for interleaved rotation: how many heads
     picked: Picked | None = None  # when it holds more than what is asked for, or the other way
+    types: tuple[str, ...] = ()  # those it may have, when they are other ones than `supported`
 
 
-Plan = dict[str, list[Part]]  # array, named as in weights.shapes -> what fills it
+# Array, named as in weights.shapes, or as in weights.quantized -> what fills it.
+Plan = dict[str, list[Part]]
 
 
 def shape(sizes: tuple[int, ...]) -> str:
@@ -103,10 +112,10 @@ def check(source: Source, plan: Plan, ignored: tuple[str, ...] = ()) -> None:
                 f"{where}: tensor {part.name} is {shape(stored.shape)}, but the model's "
                 f"configuration makes it {shape(part.shape)}"
             )
-        if stored.type not in source.supported:
+        if stored.type not in (part.types or source.supported):
             raise Unsupported(
                 f"{where}: tensor {part.name} has type {stored.type}; cufuse reads "
-                f"{', '.join(source.supported)}"
+                f"{', '.join(part.types or source.supported)}"
             )
         used.add(part.name)
     left = [n for n in source.tensors if n not in used and not n.endswith(ignored)]

@@ -1,4 +1,4 @@
-"""Folders with config.json and safetensors files: llama, mistral, qwen2, qwen3, MoE and BERT."""
+"""Folders with config.json and safetensors files: llama, mistral, qwen, mixtures and BERT."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from cufuse import mxfp4, weights
 from cufuse.checkpoint._source import (
     CHUNK,
     CheckpointError,
+    Part,
     Picked,
     Plan,
     Stored,
@@ -93,6 +95,13 @@ class HfFolder:
         step = max(CHUNK // max(width, 1), 1)
         for at in range(0, sizes[0], step):
             yield np.asarray(described[at : min(at + step, sizes[0])])
+
+    def blocks(self, parts: list[Part]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return (blocks, scales) of 4-bit experts: of gate and up when their rows take turns."""
+        blocks, scales = (np.concatenate(list(self.chunks(part.name))) for part in parts)
+        if parts[0].name.endswith(_GATE_UP + "_blocks"):
+            return [(blocks[:, half::2], scales[:, half::2]) for half in (0, 1)]
+        return [(blocks, scales)]
 
 
 # ---- config.json --------------------------------------------------------------------------------
@@ -466,13 +475,16 @@ def read_config(folder: HfFolder) -> Config:
             f"{keys.where}: model_type is {family!r}; cufuse has {', '.join(_FAMILIES)}"
         )
     quantization = keys.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    four_bits = family == "gpt_oss" and method == "mxfp4"
+    if quantization is not None and not four_bits:
         raise Unsupported(
             f"{keys.where}: weights are quantised ({method}); cufuse reads F32, F16 and BF16 "
-            "safetensors"
+            "safetensors, and experts of gpt_oss in mxfp4"
         )
     made = _FAMILIES[family](keys)
+    if four_bits:
+        made["expert_dtype"] = "mxfp4"
     if family != "bert":
         made["tied_embeddings"] = _tied(folder, keys)
     return Config(name=folder.path.name, **made)
@@ -544,6 +556,7 @@ _MIXTRAL_NAMES: dict[str, Any] = {
     "down": "block_sparse_moe.experts.{expert}.w2.weight",
 }
 _GATE_UP = "mlp.experts.gate_up_proj"  # rows of gate and up take turns
+_DOWN = "mlp.experts.down_proj"
 _GPT_OSS_NAMES: dict[str, Any] = {
     "sinks": "self_attn.sinks",
     "router": "mlp.router.weight",
@@ -552,8 +565,8 @@ _GPT_OSS_NAMES: dict[str, Any] = {
     "gate_bias": Picked(_GATE_UP + "_bias", every=2),
     "up": Picked(_GATE_UP, first=1, every=2, transposed=True),
     "up_bias": Picked(_GATE_UP + "_bias", first=1, every=2),
-    "down": Picked("mlp.experts.down_proj", transposed=True),
-    "down_bias": "mlp.experts.down_proj_bias",
+    "down": Picked(_DOWN, transposed=True),
+    "down_bias": _DOWN + "_bias",
 }
 _BERT_QKV = ("attention.self.query", "attention.self.key", "attention.self.value")
 _BERT_LAYER_NAMES: dict[str, Any] = {
@@ -596,13 +609,26 @@ def read_plan(folder: HfFolder, config: Config) -> Plan:
         "head": _HEAD,
     }
     expert_names = {"mixtral": _MIXTRAL_NAMES, "gpt_oss": _GPT_OSS_NAMES}
-    return decoder_plan(
+    plan = decoder_plan(
         config,
         names,
         _LAYER_NAMES,
         before + "layers.{layer}.",
         expert_names.get(family, _EXPERT_NAMES),
     )
+    wanted = weights.shapes(config)
+    for array, replaced in weights.quantized(config).items():
+        _, layer, field = array.split(".")
+        rows = sum(wanted[name][1] for name in replaced)
+        shape = (config.n_experts, rows, wanted[replaced[0]][2] // mxfp4.BLOCK)
+        name = f"{before}layers.{layer}.{_GATE_UP if field == 'gate_up' else _DOWN}"
+        for part in replaced:
+            del plan[part]
+        plan[array] = [
+            Part(name + "_blocks", (*shape, mxfp4.BLOCK // 2), types=("U8",)),
+            Part(name + "_scales", shape, types=("U8",)),
+        ]
+    return plan
 
 
 def _bert_plan(folder: HfFolder, config: Config) -> Plan:

@@ -81,15 +81,11 @@ def arrays(weights: Weights) -> dict[str, Array]:
     """Return the arrays of a model by the names of DecodeArgs; None for what it does not have."""
     kept = getattr(weights, "_decode_arrays", None)
     if kept is None:
-        tile = tiles.decode(
-            weights.config, tiles.target_of(weights.embedding), weights.embedding.dtype
-        )
         kept = {
             "embedding": weights.embedding,
             "head": weights.head.array,
             "final_norm": weights.final_norm,
             **{name: _first_layers(name, weights) for name in _STACKS},
-            "forecast": _forecast(weights) if tile.prefetch_bytes else None,
         }
         weights._decode_arrays = kept  # type: ignore[attr-defined]
     return kept
@@ -111,29 +107,6 @@ def _first_layers(stack: str, weights: Weights) -> Array:
     return None  # of no layer that is left
 
 
-def _forecast(weights: Weights) -> Array:
-    """Return routers [layers with experts, n_experts, dim] that multiply what qkv's norm makes.
-
-    A router's weight times mlp_norm / attn_norm: so what a layer begins with is routed as if
-    attention added nothing to it. It tells which experts to fetch early, and no result needs it.
-    """
-    c = weights.config
-    mixtures = [layer for i, layer in enumerate(weights.layers) if c.is_moe_layer(i)]
-    if not mixtures:
-        return None
-    made = device.empty((len(mixtures), c.n_experts, c.dim), weights.dtype, weights.embedding)
-    one = 1.0 if c.norm_rounding == "one_plus" else 0.0
-    with device.on_device_of(made):
-        for i, layer in enumerate(mixtures):
-            norms = (
-                layer.mlp_norm.astype(np.float32) + one,
-                layer.attn_norm.astype(np.float32) + one,
-            )
-            ratio = norms[0] / (norms[1] + (abs(norms[1]) < 1e-3))  # none is divided by 0
-            made[i] = (layer.router.astype(np.float32) * ratio).astype(made.dtype)
-    return made
-
-
 def _maps(weights: Weights, tile: DecodeTile) -> dict[str, bytes]:
     """Return the maps of what the decode kernels read in rows, by the names of DecodeArgs."""
     kept: dict[str, bytes] | None = getattr(weights, "_decode_maps", None)
@@ -148,7 +121,6 @@ def _maps(weights: Weights, tile: DecodeTile) -> dict[str, bytes]:
             "down": (c.hidden_dim, part, 16),
             "shared_down": (c.shared_hidden_dim, part, 16),
             "dense_down": (c.dense_hidden_dim, c.dense_hidden_dim, 16),
-            "forecast": (c.dim, c.dim, 8),
         }
         kept = {
             f"{name}_map": _rows_map(made[name], *kind, tile)
@@ -181,7 +153,6 @@ def template(
     *,
     trace: bool = False,
     filtered: bool = False,
-    forecasts: bool = False,
 ) -> tuple[Any, ...]:
     """Return the kernels' template values: their shape."""
     values = (
@@ -210,12 +181,12 @@ def template(
         f"Probe::{tile.probe}",
         trace,
         f"Draw::{'filtered' if filtered else 'plain'}",
-        _mlp(c, forecasts),
+        _mlp(c),
     )
     return (f"DecodeShape<{', '.join(map(jit.cpp, values))}>",)
 
 
-def _mlp(c: Config, forecasts: bool) -> str:
+def _mlp(c: Config) -> str:
     """Return the type that tells a mixture from models whose layers have one MLP each."""
     if not c.n_experts:
         return "OneMlp"
@@ -230,7 +201,7 @@ def _mlp(c: Config, forecasts: bool) -> str:
         c.shared_hidden_dim,
         c.shared_gated,
         c.dense_hidden_dim if c.dense_layers else 0,
-        forecasts,
+        c.mlp_bias,
     )
     return f"Mixture<{', '.join(map(jit.cpp, values))}>"
 
@@ -295,7 +266,6 @@ def launch(
         "n_tokens": n_tokens if phase in (None, "head") else 0,
         "n_given": tokens.size,
         "layer": layer,
-        "prefetch_bytes": tile.prefetch_bytes,
         "all_logits": int(all_logits),
         "capacity": state.all_keys.shape[3],
         "window": c.window or 0,
@@ -314,7 +284,6 @@ def launch(
         tile,
         trace=trace is not None,
         filtered=bool(filters),
-        forecasts=phase is None and tile.prefetch_bytes > 0,
     )
     if phase is not None:
         values = (*values, f"Phase::{phase}")

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from cufuse import device, ops
+from cufuse import device, mxfp4, ops
 from cufuse.config import Config
 from cufuse.device import Array
+from cufuse.mxfp4 import Mxfp4
 from cufuse.state import State
 from cufuse.weights import Layer, Weights
 
@@ -72,8 +73,23 @@ def routing(c: Config, layer: Layer) -> dict[str, Any]:
     }
 
 
+def expert_matrices(state: State, layer: Layer, ids: Array) -> tuple[Array, Array, Array]:
+    """Return a layer's gate, up and down, row by row: 4-bit ones of the experts in ids expanded."""
+    if not isinstance(layer.gate_up, Mxfp4):
+        return layer.gate, layer.up, layer.down
+    gate, up, down = (
+        state.buffer(f"expert {name}", packed.shape)
+        for name, packed in zip(
+            ("gate", "up", "down"), (layer.gate_up, layer.gate_up, layer.down), strict=True
+        )
+    )
+    mxfp4.dequantize(layer.gate_up, ids=ids, out=(gate, up))
+    mxfp4.dequantize(layer.down, ids=ids, out=down)
+    return gate, up, down
+
+
 # The gate of a shared expert: the weight that a router of one expert gives it.
-SHARED_ROUTING = {"k": 1, "router": "sigmoid_topk", "renormalize": False}
+SHARED_ROUTING: dict[str, Any] = {"k": 1, "router": "sigmoid_topk", "renormalize": False}
 
 
 def attention(c: Config, state: State, i: int, layer: Layer, q: Array) -> Array:

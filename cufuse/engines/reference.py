@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from cufuse import reference
+from cufuse import mxfp4, reference
 from cufuse.config import Config
 from cufuse.engines import _parts
+from cufuse.mxfp4 import Mxfp4
 from cufuse.state import State
 from cufuse.weights import Layer, Weights
 
@@ -128,15 +129,21 @@ def _experts(c: Config, layer: Layer, rows: np.ndarray) -> np.ndarray:
         rows,
         ids,
         gates,
-        layer.gate,
-        layer.up,
-        layer.down,
+        *_expert_matrices(layer, ids),
         b_gate=layer.gate_bias,
         b_up=layer.up_bias,
         b_down=layer.down_bias,
         residual=shared,
         **_gate(c),
     )
+
+
+def _expert_matrices(layer: Layer, ids: np.ndarray) -> tuple[Any, Any, Any]:
+    """Return gate, up and down; of 4-bit experts those in ids."""
+    if not isinstance(layer.gate_up, Mxfp4):
+        return layer.gate, layer.up, layer.down
+    gate, up = mxfp4.dequantize(layer.gate_up, ids=ids)
+    return gate, up, mxfp4.dequantize(layer.down, ids=ids)
 
 
 def _gate(c: Config) -> dict[str, Any]:

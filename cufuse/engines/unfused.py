@@ -162,13 +162,12 @@ def _experts(c: Config, state: State, layer: Layer, h: Array, o: Array) -> None:
     rows, total = h.reshape(m, c.dim), o.reshape(m, c.dim)
     gates, ids = _route(state, rows, layer.router, layer.router_bias, **_parts.routing(c, layer))
     shape = (m, k, c.hidden_dim)
-    gate = ops.expert_matmul(
-        rows, ids, layer.gate, layer.gate_bias, out=state.buffer("gate", shape)
-    )
-    up = ops.expert_matmul(rows, ids, layer.up, layer.up_bias, out=state.buffer("up", shape))
+    w_gate, w_up, w_down = _parts.expert_matrices(state, layer, ids)
+    gate = ops.expert_matmul(rows, ids, w_gate, layer.gate_bias, out=state.buffer("gate", shape))
+    up = ops.expert_matmul(rows, ids, w_up, layer.up_bias, out=state.buffer("up", shape))
     hidden = _glu(c, gate, up)
     down = state.buffer("down", (m, k, c.dim))
-    ops.expert_matmul(hidden, ids, layer.down, layer.down_bias, out=down)
+    ops.expert_matmul(hidden, ids, w_down, layer.down_bias, out=down)
     ops.combine(down, ids, gates, out=total)
     if layer.shared_down is not None:
         _shared_expert(c, state, layer, rows, total)
@@ -180,7 +179,8 @@ def _shared_expert(c: Config, state: State, layer: Layer, rows: Array, total: Ar
     gate = ops.matmul(rows, layer.shared_gate, out=state.buffer("gate", shape))
     up = ops.matmul(rows, layer.shared_up, out=state.buffer("up", shape))
     hidden = _glu(c, gate, up)
-    shared = ops.matmul(hidden, layer.shared_down, out=state.buffer("down", rows.shape))
+    shared = state.buffer("down", rows.shape)
+    ops.matmul(hidden, layer.shared_down, out=shared)
     if layer.shared_router is None:
         ops.add(total, shared, out=total)
         return

@@ -8,12 +8,21 @@ from cufuse.reference.attention import append, attention, rope_append, scores, s
 from cufuse.reference.embed import embed
 from cufuse.reference.linear import activation, add, gated_linear, glu, linear, matmul, mul
 from cufuse.reference.moe import combine, expert_matmul, moe, moe_route, router_logits, topk
+from cufuse.reference.mxfp4 import (
+    MXFP4_TILE_BYTES,
+    mxfp4_values,
+    pack_mxfp4,
+    quantize_mxfp4,
+    random_mxfp4,
+    unpack_mxfp4,
+)
 from cufuse.reference.norm import layernorm, rmsnorm
 from cufuse.reference.pack import pack, unpack
 from cufuse.reference.rope import rope, rope_frequencies, rope_table
 from cufuse.reference.sampling import argmax, sample
 
 __all__ = [
+    "MXFP4_TILE_BYTES",
     "activation",
     "add",
     "append",
@@ -30,7 +39,11 @@ __all__ = [
     "moe",
     "moe_route",
     "mul",
+    "mxfp4_values",
     "pack",
+    "pack_mxfp4",
+    "quantize_mxfp4",
+    "random_mxfp4",
     "rmsnorm",
     "rope",
     "rope_append",
@@ -42,5 +55,6 @@ __all__ = [
     "softmax",
     "topk",
     "unpack",
+    "unpack_mxfp4",
     "values",
 ]

@@ -82,20 +82,6 @@ struct Filler : Role<Shape, kFillerRole> {
   }
 
   // A mixture's.
-  CUFUSE_DEVICE void forecast(int layer) {
-    const i64 first = static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts;
-    rows<Shape::kRouterPanels, typename Shape::GateUpRows>([&](int panel, int) {
-      return Place{&this->args.forecast_map,
-                   &this->args.forecast_map,
-                   this->args.forecast,
-                   this->args.forecast,
-                   first + panel * kPanelRows,
-                   8,
-                   0,
-                   Shape::kDim,
-                   Mlp::kExperts - panel * kPanelRows};
-    });
-  }
   CUFUSE_DEVICE void router(int layer) {
     const i64 first = static_cast<i64>(this->experts_before(layer)) * Mlp::kLogits;
     rows<Shape::kRouterPanels, typename Shape::GateUpRows>([&](int panel, int) {
@@ -288,71 +274,6 @@ struct Filler : Role<Shape, kFillerRole> {
     }
   }
 
-  // Sends this CTA's shares of likely experts to L2, some bytes at a time: gates and ups of all,
-  // then what is multiplied last.
-  struct Prefetcher {
-    const Filler& filler;
-    const i64 gate_rows, down_rows;  // before the layer's
-    bool knows = false;
-    int matrix = 0, at = 0;
-
-    CUFUSE_DEVICE Prefetcher(const Filler& filler, int layer)
-        : filler(filler),
-          gate_rows(filler.rows_before(layer)),
-          down_rows(static_cast<i64>(filler.experts_before(layer)) * Mlp::kExperts * Shape::kDim) {}
-
-    CUFUSE_DEVICE void go_on(int layer) {
-#if defined(CUFUSE_HOST) || __CUDA_ARCH__ >= 900
-      constexpr i64 kBytes = static_cast<i64>(Shape::kHidden) * Shape::kDim * sizeof(T);
-      constexpr int kShare = round_up((kBytes + Shape::kCtas - 1) / Shape::kCtas, 16);
-      if (!knows) {
-        knows = filler.look_ahead(layer);
-        return;
-      }
-      if (matrix == 3 * Mlp::kTop || filler.args.prefetch_bytes == 0) return;
-      const i64 first = static_cast<i64>(blockIdx.x) * kShare + at;
-      const int rest =
-          static_cast<int>(kBytes - first < kShare - at ? kBytes - first : kShare - at);
-      const int size = min(rest, filler.args.prefetch_bytes);
-      if (size > 0 && lane_here() == 0) {
-        const bool is_down = matrix >= 2 * Mlp::kTop;
-        const int which = is_down ? matrix - 2 * Mlp::kTop : matrix / 2;
-        const int expert = choice_here<Shape>().likely[which];
-        const T* from =
-            is_down ? filler.args.down +
-                          (down_rows + static_cast<i64>(expert) * Shape::kDim) * Shape::kHidden
-                    : (matrix % 2 ? filler.args.up : filler.args.gate) +
-                          (gate_rows + static_cast<i64>(expert) * Shape::kHidden) * Shape::kDim;
-        prefetch_bulk(reinterpret_cast<const unsigned char*>(from) + first, static_cast<u32>(size));
-      }
-      at += size;
-      if (size == rest || size <= 0) {
-        at = 0;
-        ++matrix;
-      }
-#endif
-    }
-  };
-
-  // Whether a forecast of the layer's experts is there: then the likely ones are known.
-  CUFUSE_DEVICE bool look_ahead(int layer) const {
-    using Choose = Chooser<Mlp>;
-    const u64* words = this->words(Shape::kForecast) + Choose::expert(0);
-    const u32 tag = this->tag(layer);
-    Choose chooser;
-    bool there = true;
-#pragma unroll
-    for (int i = 0; i < Choose::kMine; ++i) {
-      const u64 seen = Choose::has(i) ? look(words + i) : tagged(0, tag);
-      there = there && has_tag(seen, tag);
-      chooser.logits[i] = __uint_as_float(static_cast<u32>(seen));
-    }
-    if (!__all_sync(kFullMask, there)) return false;
-    chooser.forecast(correction(layer), choice_here<Shape>());
-    __syncwarp();
-    return true;
-  }
-
   CUFUSE_DEVICE const float* correction(int layer) const {
     if constexpr (!Mlp::kCorrects) return nullptr;
     return this->args.router_correction +
@@ -366,12 +287,11 @@ struct Filler : Role<Shape, kFillerRole> {
     const u32 since = this->tracer.now();
     const u64* words = this->words(Shape::kLogits) + Choose::expert(0);
     Choose chooser;
-    // One word is looked at until it is there, and memory has something to do meanwhile; then all.
+    // One word is looked at until it is there, then all: looks in vain delay what is waited for.
     const u64* last = this->words(Shape::kLogits) + Mlp::kExperts - 1;
-    Prefetcher prefetcher(*this, layer);
-    while (!__any_sync(kFullMask, has_tag(look(last), tag) || is_over())) {
-      if constexpr (Mlp::kForecasts) prefetcher.go_on(layer);
+    while (!has_tag(look(last), tag) && !is_over()) {
     }
+    __syncwarp();
     for (bool there = false, over = false; !there && !over;) {
       over = is_over();
       u64 seen[Choose::kMine];

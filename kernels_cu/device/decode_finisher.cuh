@@ -12,7 +12,6 @@ struct Finisher : Role<Shape, kFinisherRole> {
   using Mlp = typename Shape::Mlp;
   u32 panels_done = 0;
   u64 best_rank = 0;
-  float last_scale = 1.0f;
   u32 choices = 0, choices_left = 0;  // how many were, and of how many nothing is needed any more
 
   CUFUSE_DEVICE explicit Finisher(const DecodeArgs<T>& args) : Role<Shape, kFinisherRole>(args) {}
@@ -54,8 +53,8 @@ struct Finisher : Role<Shape, kFinisherRole> {
       const i64 at = static_cast<i64>(layer) * Shape::kHidden;
       gates<Shape::kGateUpPanels, typename Shape::template Panel<Shape::kDim>>(
           layer, [&](int panel) {
-            return Slot{panel * 8, offset(this->args.gate_bias, at + panel * 8),
-                        offset(this->args.up_bias, at + panel * 8), 1.0f};
+            return Slot{panel * 8, bias_at(this->args.gate_bias, at + panel * 8),
+                        bias_at(this->args.up_bias, at + panel * 8), 1.0f};
           });
     }
   }
@@ -65,21 +64,29 @@ struct Finisher : Role<Shape, kFinisherRole> {
       from_hidden<typename Shape::DenseDown>(layer, nullptr);
     } else {
       from_hidden<typename Shape::template Panel<Shape::kHidden>>(
-          layer, offset(this->args.down_bias, static_cast<i64>(layer) * Shape::kDim));
+          layer, bias_at(this->args.down_bias, static_cast<i64>(layer) * Shape::kDim));
     }
   }
 
   // A mixture's.
-  CUFUSE_DEVICE void forecast(int layer) {
-    router_panels<false>(layer, this->words(Shape::kForecast));
-  }
   CUFUSE_DEVICE void router(int layer) {
     if (choices_left != choices) {
       choices_left = choices;
       __syncwarp();
       if (lane_here() == 0) mbarrier_arrive(&choice_here<Shape>().read);
     }
-    router_panels<true>(layer, this->words(Shape::kLogits));
+    const T* bias = offset(this->args.router_bias,
+                           static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts);
+    u64* words = this->words(Shape::kLogits);
+    const u32 tag = this->tag(layer);
+    panels<Shape::kRouterPanels, typename Shape::GateUpRows, true>([&](int row) {
+      const float b = bias && row < Mlp::kExperts ? to_float(bias[row]) : 0.0f;
+      return [=](float sum) {
+        if (row < Mlp::kLogits && lane_here() < kPanelRows) {
+          publish(words + row, __float_as_uint(bias ? sum + b : sum), tag);
+        }
+      };
+    });
   }
 
   CUFUSE_DEVICE void router_or_experts(int layer, bool is_experts) {
@@ -98,7 +105,7 @@ struct Finisher : Role<Shape, kFinisherRole> {
       const int slot = static_cast<u32>(routed) / Shape::kExpertPanels;
       const i64 at = (before + choice.expert[slot]) * Shape::kHidden +
                      static_cast<u32>(routed) % Shape::kExpertPanels * 8;
-      return Slot{panel * 8, offset(this->args.gate_bias, at), offset(this->args.up_bias, at),
+      return Slot{panel * 8, bias_at(this->args.gate_bias, at), bias_at(this->args.up_bias, at),
                   choice.weight[slot]};
     });
     if (!takes_part && this->starts(Shape::kDownPanels)) await_choice();
@@ -107,8 +114,8 @@ struct Finisher : Role<Shape, kFinisherRole> {
   template <bool kAlone>
   CUFUSE_DEVICE void combine(int layer) {
     if (kAlone && this->starts(Shape::kDownPanels)) await_choice();
-    const T* biases = offset(this->args.down_bias, static_cast<i64>(this->experts_before(layer)) *
-                                                       Mlp::kExperts * Shape::kDim);
+    const T* biases = bias_at(this->args.down_bias, static_cast<i64>(this->experts_before(layer)) *
+                                                        Mlp::kExperts * Shape::kDim);
     add_residual<Shape::kDownPanels, typename Shape::ExpertsDown>(
         [&](int row) {
           const auto& choice = choice_here<Shape>();
@@ -226,7 +233,6 @@ struct Finisher : Role<Shape, kFinisherRole> {
     if (panel >= kPanels) return;
     u32 since = this->tracer.now();  // what is fetched meanwhile counts as a wait for sums
     const float scale = kScales ? norm_scale() : 1.0f;
-    if (Mlp::kForecasts && kNormed) last_scale = scale;
 #pragma unroll 1
     for (; panel < kPanels; panel += Shape::kCtas) {
       const auto finish = prepare(panel * kPanelRows + lane % kPanelRows);
@@ -259,24 +265,6 @@ struct Finisher : Role<Shape, kFinisherRole> {
       sum += (four.v[0] + four.v[1]) + (four.v[2] + four.v[3]);
     }
     return rsqrtf(warp_sum(sum) / static_cast<float>(Shape::kDim) + this->args.eps);
-  }
-
-  // Logits of experts; kNormed: of what this phase has gathered, and not the one before.
-  template <bool kNormed>
-  CUFUSE_DEVICE void router_panels(int layer, u64* words) {
-    const T* bias = offset(this->args.router_bias,
-                           static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts);
-    const u32 tag = this->tag(layer);
-    const float scale = kNormed ? 1.0f : last_scale;
-    panels<Shape::kRouterPanels, typename Shape::GateUpRows, kNormed>([&](int row) {
-      const float b = bias && row < Mlp::kExperts ? to_float(bias[row]) : 0.0f;
-      return [=](float sum) {
-        if (row < (kNormed ? Mlp::kLogits : Mlp::kExperts) && lane_here() < kPanelRows) {
-          const float value = kNormed ? sum : scale * sum;
-          publish(words + row, __float_as_uint(bias ? value + b : value), tag);
-        }
-      };
-    });
   }
 
   // bias(row), if there is any, and the residual on top of the sums.
@@ -344,6 +332,10 @@ struct Finisher : Role<Shape, kFinisherRole> {
 
   static CUFUSE_DEVICE const T* offset(const T* array, i64 at) {
     return array ? array + at : nullptr;
+  }
+  // Of an MLP's biases: known not to be there where that is known.
+  static CUFUSE_DEVICE const T* bias_at(const T* array, i64 at) {
+    return Mlp::kBiased ? offset(array, at) : nullptr;
   }
 
   // Until the filler has chosen a layer's experts.

@@ -89,12 +89,6 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   }
 
   // A mixture's: which experts were chosen is the filler's to know.
-  // With what qkv multiplied.
-  CUFUSE_DEVICE void forecast(int layer) {
-    const int first = this->take(Shape::kRouterPanels);
-    if (first >= Shape::kRouterPanels) return;
-    multiply<typename Shape::GateUpRows>(first, Shape::kRouterPanels, [] {});
-  }
   CUFUSE_DEVICE void router(int layer) { router_or_experts(layer, false); }
   CUFUSE_DEVICE void experts(int layer) { router_or_experts(layer, true); }
   CUFUSE_DEVICE void router_or_experts(int layer, bool experts) {

@@ -72,7 +72,6 @@ template <typename Shape, RoleId kRole>
 struct Role {
   using T = typename Shape::T;
   static constexpr bool kRoutes = Shape::Mlp::kRoutes;
-  static constexpr bool kForecasts = Shape::Mlp::kForecasts;
   const DecodeArgs<T>& args;
   Tracer<Shape::kTrace> tracer;
   int turn = 0;

@@ -19,12 +19,12 @@ struct OneMlp {
   static constexpr int kShared = 0;
   static constexpr int kDense = 0;
   static constexpr bool kSharedGated = false;
-  static constexpr bool kForecasts = false;
+  static constexpr bool kBiased = true;
 };
 
 // Experts of which a router chooses kTop. kShared: width of an MLP that every token goes through,
-// kSharedGated with a gate of its own; kDense: width of the one MLP of layers without experts.
-// kForecasts: what attention has yet to add to is routed too, for L2 to have likely experts early.
+// kSharedGated with a gate of its own; kDense: width of the one MLP of layers without experts;
+// kBiased: experts have biases.
 template <int kExperts_,
           int kTop_,
           Router kRouter_,
@@ -35,7 +35,7 @@ template <int kExperts_,
           int kShared_,
           bool kSharedGated_,
           int kDense_,
-          bool kForecasts_>
+          bool kBiased_>
 struct Mixture {
   static constexpr bool kRoutes = true;
   static constexpr int kExperts = kExperts_;
@@ -48,7 +48,7 @@ struct Mixture {
   static constexpr int kShared = kShared_;
   static constexpr bool kSharedGated = kSharedGated_;
   static constexpr int kDense = kDense_;
-  static constexpr bool kForecasts = kForecasts_;
+  static constexpr bool kBiased = kBiased_;
   static constexpr int kLogits = kExperts + (kSharedGated ? 1 : 0);
   static_assert(kTop >= 1 && kTop <= kExperts && kExperts % kGroups == 0, "experts to choose from");
   static_assert(kTopGroups <= kGroups && kTopGroups * (kExperts / kGroups) >= kTop,
@@ -63,7 +63,6 @@ struct Choice {
   int expert[Mlp::kTop > 0 ? Mlp::kTop : 1];
   float weight[Mlp::kTop > 0 ? Mlp::kTop : 1];
   float shared_weight;
-  int likely[Mlp::kForecasts ? Mlp::kTop : 1];  // experts, the likeliest first
 };
 
 // Lane l has the logits of experts [l kMine, (l + 1) kMine).
@@ -119,19 +118,6 @@ struct Chooser {
         choice.weight[slot] = score[i] * scale;
         ++slot;
       }
-    }
-  }
-
-  // The likeliest experts, from logits that are a forecast.
-  CUFUSE_DEVICE void forecast(const float* correction, Choice<Mlp>& choice) const {
-    float score[kMine];
-    u32 order[kMine];
-    rank(correction, score, order);
-#pragma unroll 1
-    for (int round = 0; round < Mlp::kTop; ++round) {
-      u32 taken = 0;
-      take_largest(order, taken);
-      if (taken) choice.likely[round] = expert(__ffs(static_cast<int>(taken)) - 1);
     }
   }
 

@@ -24,7 +24,6 @@ struct DecodeArgs {
   TensorMap down_map;
   TensorMap shared_down_map;
   TensorMap dense_down_map;
-  TensorMap forecast_map;
   const T* embedding;  // [vocab, dim], row-major
   const T* head;       // packed [vocab, dim]
   const T* qkv;        // [layers] packed [q_dim + 2 kv_dim, dim]
@@ -32,7 +31,6 @@ struct DecodeArgs {
   const T* gate_up;    // [layers] packed, gated, twice [hidden, dim]; none in a mixture
   const T* down;       // [layers] packed [dim, hidden]; of a mixture rows [experts, dim, hidden]
   const T* router;     // [experts, dim], and a row for the gate of what is shared
-  const T* forecast;   // [experts, dim]: the router's for what qkv's norm makes
   const T* gate;       // [experts, hidden, dim] and the shared one; [dense_hidden, dim] where dense
   const T* up;         // likewise
   const T* shared_down;            // [dim, shared_hidden]
@@ -74,9 +72,7 @@ struct DecodeArgs {
   float mass_scale;
   int n_tokens;  // that have been through the model when the launch ends, 0 if none yet
   int n_given;
-  int layer;           // of a launch that does a part of a step
-  int prefetch_bytes;  // of likely experts that a CTA sends to L2 between two looks at a router's
-                       // word; a multiple of 16
+  int layer;  // of a launch that does a part of a step
   int all_logits;
   int capacity;      // of the cache, a multiple of 128
   int window;        // 0: none
@@ -233,8 +229,7 @@ struct DecodeShape {
   static constexpr int kLogits = kHighest + round_up((kHeadPanels + 1) / 2, 16);  // float, router's
   static constexpr int kRouterWords = Mlp::kRoutes ? round_up(Mlp::kExperts + 1, 16) : 0;
   // Sums of squares of the panels of queries, then keys.
-  static constexpr int kForecast = kLogits + kRouterWords;  // float, as kLogits
-  static constexpr int kSquaresAt = kForecast + (Mlp::kForecasts ? kRouterWords : 0);
+  static constexpr int kSquaresAt = kLogits + kRouterWords;
   static constexpr bool kFullNorm = kQkNorm == QkNorm::full;
   static constexpr int kSquareWords = kFullNorm ? round_up((kQDim + kKvDim) / 16, 16) : 0;
   static constexpr int kWords = kSquaresAt + kSquareWords;
@@ -285,12 +280,13 @@ struct DecodeShape {
       kChoiceAt + (Mlp::kRoutes ? static_cast<int>(sizeof(Choice<Mlp>)) : 0);
 
   static_assert(kDim % 8 == 0 && kHidden % 8 == 0, "vectors travel in whole words");
-  static_assert(Ring::kStages > kPanelGroups, "every group has a stage");
+  // Copies land in any order. A group that has its block of stage s waits for the one that comes
+  // kPanelGroups later; what was in that stage before has landed only if it was issued more than a
+  // window before s.
+  static_assert(Ring::kWindow + kPanelGroups <= Ring::kStages,
+                "a stage's bytes before have landed when a group waits for its next ones");
   static_assert(!Mlp::kRoutes || (Mlp::kShared % 8 == 0 && Mlp::kDense % 8 == 0),
                 "panels of gates and ups are whole");
-  static_assert(!Mlp::kForecasts || (kInLines<T, kDim> && kQkvPanels >= kCtas &&
-                                     (kOutPanels >= kCtas || kExpertsPanels >= kCtas)),
-                "who forecasts has x already, and hands on what all depend on");
   static_assert(!kFullNorm || kHeadDim % 16 == 0, "panels belong to queries or to keys");
   static_assert(kCtas <= kHeadPanels, "a CTA without a part in the head would run ahead");
 };

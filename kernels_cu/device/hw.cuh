@@ -101,6 +101,29 @@ CUFUSE_DEVICE void round_pair<bfloat16>(float& a, float& b) {
   b = __uint_as_float(word & 0xffff0000u);
 }
 
+// One instruction each, which the compiler would take apart where it knows some of the bits: the
+// bits of `a` where the mask has ones, of `b` elsewhere; and the word turned to the left, 1 to 31.
+CUFUSE_DEVICE u32 select_bits(u32 mask, u32 a, u32 b) {
+  u32 selected;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(selected) : "r"(mask), "r"(a), "r"(b));
+  return selected;
+}
+CUFUSE_DEVICE u32 rotate_left(u32 word, u32 by) {
+  u32 rotated;
+  asm("shf.l.wrap.b32 %0, %1, %1, %2;" : "=r"(rotated) : "r"(word), "r"(by));
+  return rotated;
+}
+
+// The products of two pairs, each rounded once; numbers below the normal ones are kept.
+template <typename T>
+CUFUSE_DEVICE u32 mul_pair(u32 a, u32 b);
+template <>
+CUFUSE_DEVICE u32 mul_pair<bfloat16>(u32 a, u32 b) {
+  u32 product;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+  return product;
+}
+
 // The 8-bit types take the largest finite value for what is larger.
 template <>
 CUFUSE_DEVICE e4m3 from_float<e4m3>(float v) {

@@ -79,6 +79,11 @@ CUFUSE_DEVICE void route_row(
   u64 best = best_below(~0ull, n, lane, word);
   u64 top = warp_max(best);
   const float max = value_of(top);
+  float sum_all = 0.0f;
+  if (routing.over_all) {
+    for (int i = lane; i < n; i += 32) sum_all += expf(value_of(words[i]) - max);
+    sum_all = warp_sum(sum_all);
+  }
 
   if (routing.groups > 1) {
     u32* scores = words + n + k;  // [groups]
@@ -107,13 +112,8 @@ CUFUSE_DEVICE void route_row(
     if (best == top) best = best_below(top, n, lane, word);
     top = warp_max(best);
   }
-  if (routing.over_all) {
-    sum = 0.0f;
-    for (int i = lane; i < n; i += 32) sum += expf(logits[i] - max);
-    sum = warp_sum(sum);
-  }
   // All sigmoids may be 0; a sum of exponentials takes no notice of 1e-20.
-  const float divisor = routing.over_all || routing.over_chosen ? sum + 1e-20f : 1.0f;
+  const float divisor = routing.over_all ? sum_all : routing.over_chosen ? sum + 1e-20f : 1.0f;
   for (int r = lane; r < k; r += 32) weights[r] = numerators[r] / divisor * routing.scale;
 }
 

@@ -306,6 +306,30 @@ void round_pair(float& a, float& b) {
   b = to_float(from_float<T>(b));
 }
 
+inline u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+inline u32 rotate_left(u32 word, u32 by) { return word << by | word >> (32 - by); }
+
+// In doubles: this thread may flush floats below the normal ones to zero.
+template <typename T>
+u32 mul_pair(u32 a, u32 b) {
+  static_assert(std::is_same_v<T, bfloat16>, "products of bfloat16");
+  const auto value = [](u32 bits) {
+    const int exponent = static_cast<int>(bits >> 7 & 0xff);
+    const int fraction = static_cast<int>(bits & 0x7f);
+    const double magnitude = exponent == 255 ? (fraction ? NAN : INFINITY)
+                             : exponent      ? std::ldexp(128.0 + fraction, exponent - 134)
+                                             : std::ldexp(static_cast<double>(fraction), -133);
+    return bits & 0x8000u ? -magnitude : magnitude;
+  };
+  const auto product = [&](int shift) -> u32 {
+    const double exact = value(a >> shift & 0xffffu) * value(b >> shift & 0xffffu);
+    if (!(std::fabs(exact) < 0x1p-126)) return from_float<T>(static_cast<float>(exact)).bits;
+    const u32 units = static_cast<u32>(std::lrint(std::ldexp(std::fabs(exact), 133)));
+    return units | (std::signbit(exact) ? 0x8000u : 0u);
+  };
+  return product(0) | product(16) << 16;
+}
+
 // ---- global memory
 
 inline uint4 load_stream(const void* p) { return *static_cast<const uint4*>(p); }

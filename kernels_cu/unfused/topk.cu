@@ -27,7 +27,7 @@ struct TopkArgs {
 };
 
 template <typename T, Normalize kNormalize>
-__global__ void __launch_bounds__(128) topk(const TopkArgs<T> args) {
+__global__ void __launch_bounds__(128, 1) topk(const TopkArgs<T> args) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const i64 row = static_cast<i64>(blockIdx.x) * 4 + warp;
   if (row >= args.rows) return;

@@ -1,7 +1,7 @@
 // What follows from the sizes of a decode step, and how it cuts panels and the cache, for a
 // comparison with cufuse/plan.py.
 // instantiate: decode_plan<DecodeShape<bfloat16, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::none, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 10, 16384, 4, 2, Copies::bulk, 2, 4, Probe::last, false, Draw::plain>>
-// instantiate: decode_plan<DecodeShape<half, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::full, 128, 72, 4, 2, 32, 32, 512, 4, 4, 5, 8192, 2, 1, Copies::bulk, 2, 4, Probe::first, false, Draw::plain, Mixture<12, 2, Router::sigmoid_topk, true, 4, 2, true, 48, true, 88, false>>>
+// instantiate: decode_plan<DecodeShape<half, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::full, 128, 72, 4, 2, 32, 32, 512, 4, 4, 6, 8192, 2, 1, Copies::bulk, 2, 4, Probe::first, false, Draw::plain, Mixture<12, 2, Router::sigmoid_topk, true, 4, 2, true, 48, true, 88, false>>>
 // needs: 80
 #include "device/decode_roles.cuh"
 
@@ -9,7 +9,7 @@ namespace cufuse {
 
 struct DecodePlanArgs {
   int* sizes;            // [7]
-  int* regions;          // [15]; where each begins, and the end
+  int* regions;          // [14]; where each begins, and the end
   int* panels;           // [8]; of the phases that multiply, in the order of cufuse/plan.py
   int* cuts;             // [8, 7]; of their panels
   const int* positions;  // [n]
@@ -33,11 +33,11 @@ __global__ void decode_plan(const DecodePlanArgs args) {
                        Shape::kMostSplits,  Shape::kReadSplits, kPanelGroups,
                        Shape::kPartials};
   for (int i = 0; i < 7; ++i) args.sizes[i] = sizes[i];
-  const int regions[] = {Shape::kX,           Shape::kMiddle,    Shape::kQkv,     Shape::kAttention,
-                         Shape::kHiddenWords, Shape::kParts,     Shape::kWeights, Shape::kBest,
-                         Shape::kAppended,    Shape::kDrawn,     Shape::kHighest, Shape::kLogits,
-                         Shape::kForecast,    Shape::kSquaresAt, Shape::kWords};
-  for (int i = 0; i < 15; ++i) args.regions[i] = regions[i];
+  const int regions[] = {Shape::kX,           Shape::kMiddle, Shape::kQkv,     Shape::kAttention,
+                         Shape::kHiddenWords, Shape::kParts,  Shape::kWeights, Shape::kBest,
+                         Shape::kAppended,    Shape::kDrawn,  Shape::kHighest, Shape::kLogits,
+                         Shape::kSquaresAt,   Shape::kWords};
+  for (int i = 0; i < 14; ++i) args.regions[i] = regions[i];
   using OfDim = typename Shape::template Panel<Shape::kDim>;
   tell<OfDim>(args, 0, Shape::kQkvPanels);
   tell<typename Shape::template Panel<Shape::kQDim>>(args, 1, Shape::kOutPanels);

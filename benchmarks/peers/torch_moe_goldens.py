@@ -2,7 +2,7 @@
 """What Hugging Face transformers computes for tiny mixtures of experts: tests/data/moe_goldens.
 
   pip install torch transformers
-  python benchmarks/peers/make_moe_goldens.py
+  python benchmarks/peers/torch_moe_goldens.py
 
 Writes a folder for each family, with config.json, model.safetensors (bfloat16) and golden.npz: the
 logits, in float32, of a few tokens by the eager model in float32; and routers.npz: the experts and
@@ -111,7 +111,7 @@ def write_model(family: str) -> None:
 
 def write_routers() -> None:
     """Write hidden states, routers and what they choose, experts in ascending order."""
-    made: dict[str, np.ndarray] = {}
+    made: dict[str, Any] = {}
     shared = {"hidden_size": DIM, "num_experts_per_tok": 6, "routed_scaling_factor": 2.5}
     shared |= {"num_attention_heads": 4, "num_key_value_heads": 4}
     grouped = {"n_group": 8, "topk_group": 3}
