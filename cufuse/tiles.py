@@ -670,8 +670,8 @@ def decode_shared(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
         "head norms": _round_up((group + 1) * row_bytes, 16) if c.qk_norm != "none" else 0,
         "angles": _round_up(c.rotary_dim * 4, 16),
         "softmax": (2 * 4 + 1) * 8 * 4,
-        "roles": 3 * 52,
-        "experts": 4 + choice if c.n_experts else 0,
+        "roles": _round_up(3 * 52, 8),
+        "experts": choice if c.n_experts else 0,
     }
 
 

@@ -557,7 +557,7 @@ FAULTS = {
         "copy_tensor(left, maps.w, full, k, tile.column);",
         "copy_tensor(left + 128, maps.w, full, k, tile.column);",
         0,
-        "multiple of 1024",
+        "in flight|race|Not equal|Mismatched|multiple of",
     ),
     "warpgroup tiles: a team out of turn": (
         check_warpgroup_teams,
