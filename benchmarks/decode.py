@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from cufuse import device, engines, jit
-from cufuse.benchmarks import ceilings, timing, verify
+from cufuse.benchmarks import ceilings, routing, timing, verify
 from cufuse.benchmarks.rows import Row
 from cufuse.benchmarks.subject import REFERENCE_REPETITIONS, Oracle, Piece, Subject, Test, ids
 from cufuse.benchmarks.timing import Timing
 from cufuse.config import Config
 from cufuse.generate import ContextError, Decoder
 from cufuse.state import State
+from cufuse.weights import Weights
 
 _PROMPT, _FOLLOWING = 12, 8  # ids of the verification: a prompt, then one by one
 _WARM_UP = 3  # steps: one to compile, one to capture, one to replay
@@ -89,6 +90,7 @@ class Decode(Test):
             fast,
             launches_per_token=len(record.launches),
             moved_bytes=record.size_bytes,
+            distinct_experts=self._distinct_experts(weights, engine, first),
             ms_per_step=slow.median,
             ms_per_step_graph=fast.median,
             gbps=gbps,
@@ -135,6 +137,18 @@ class Decode(Test):
         return subject.row(
             engine, self, launches_per_token=len(record.launches), moved_bytes=record.size_bytes
         )
+
+    def _distinct_experts(self, weights: Weights, engine: str, first: Any) -> float | None:
+        """Count experts in a few steps that are not timed."""
+        if not weights.config.n_experts:
+            return None
+        state = routing.RecordingState(weights, batch=self.batch, capacity=self.capacity)
+        decoder = Decoder(weights=weights, state=state, graph=False, **engines.functions(engine))
+        if self.context:
+            decoder.prefill(ids(weights.config, self.batch, self.context))
+            decoder.ids()
+        rewind(decoder, self.context, first)
+        return routing.observe(decoder, min(self.n_tokens, _FOLLOWING))
 
     def _time(self, decoder: Decoder, n: int, repetitions: int, first: Any) -> Timing:
         """Time n steps enqueued at once, from the same place in each repetition."""

@@ -35,6 +35,7 @@ class Row:
     context: int | None = None  # tokens in the cache before the first step
     launches_per_token: int | None = None  # kernels launched a step, a prompt, or a call of the op
     moved_bytes: int | None = None  # global-memory bytes those launches have to read and write
+    distinct_experts: float | None = None  # a layer of a mixture reads a step, mean
     ms_per_step: float | None = None  # launched one by one from Python; of a prompt, all of it
     ms_per_step_graph: float | None = None  # replayed from a CUDA graph
     ms_alone: float | None = None  # of an op: a single call behind a pause
@@ -161,6 +162,7 @@ _MODEL: tuple[Column, ...] = (
 DECODE_COLUMNS: tuple[Column, ...] = (
     *_MODEL,
     ("launches/tok", lambda r: _integer(r.launches_per_token)),
+    ("experts/layer", lambda r: number(r.distinct_experts)),
     ("MB moved", _megabytes),
     ("ms/tok", lambda r: number(r.ms_per_step)),
     ("ms/tok in graph", lambda r: number(r.ms_per_step_graph)),

@@ -11,6 +11,7 @@ import click
 import numpy as np
 
 import cufuse
+from cufuse import upcycle as upcycles
 from cufuse.cli._errors import NOT_AVAILABLE, Failure
 from cufuse.cli._options import device_option, dtype_type, engine_choice, resolve_device
 from cufuse.engines import PREFILLS, functions
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 Examples:
   cufuse generate --model smollm2-135m "What is the capital of France?"
   echo "Once upon a time" | cufuse generate --model model.gguf --raw --temperature 0.8
+  cufuse generate --model smollm2-135m --upcycle 8:2 "What is the capital of France?"
   cufuse generate --model tiny --ids 1,2,3
   cufuse generate --model llama-3.2-1b --engine mega --ids 1,2,3
   cufuse generate --model tiny --ids 1,2,3 -n 2 --device cpu-kernels
@@ -60,6 +62,16 @@ Examples:
     default=1,
     show_default=True,
     help="Tokens that a launch of mega makes; they are printed so many at a time.",
+)
+@click.option(
+    "--upcycle",
+    metavar="EXPERTS:TOP",
+    help="Make a mixture of a dense model: copies of every MLP, of which a token takes TOP.",
+)
+@click.option(
+    "--split-experts",
+    type=click.IntRange(min=1),
+    help="Make a mixture of a dense model: cut every MLP into so many experts and take all.",
 )
 @device_option
 @click.option("--dtype", type=dtype_type, help="[default: bfloat16; on the CPU float32]")
@@ -116,6 +128,8 @@ def generate(
     engine: str | None,
     prefill: str,
     tokens_per_launch: int,
+    upcycle: str | None,
+    split_experts: int | None,
     device_name: str,
     dtype: np.dtype | None,
     max_new_tokens: int,
@@ -137,12 +151,14 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     try:
         sampling.check()
+        pair = None if upcycle is None else upcycles.parse(upcycle)
+        upcycles.choose(pair, split_experts)
         functions(engine, prefill=prefill, tokens_per_launch=tokens_per_launch)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     text = _prompt(prompt)
     begin = time.perf_counter()
-    model = _load(name, where, dtype)
+    model = _load(name, where, dtype, pair, split_experts)
     loaded = time.perf_counter()
     ids = _ids(model, text, chat, as_ids)
     tokens = model.generate(
@@ -184,10 +200,18 @@ def _prompt(text: str | None) -> str:
     return text
 
 
-def _load(name: str, where: str, dtype: np.dtype | None) -> Model:
+def _load(
+    name: str,
+    where: str,
+    dtype: np.dtype | None,
+    upcycle: tuple[int, int] | None,
+    split_experts: int | None,
+) -> Model:
     if name in cufuse.PRESETS:
         _check_head(name, cufuse.PRESETS[name])  # before anybody pulls it
-    model = cufuse.load(name, device=where, dtype=dtype)
+    model = cufuse.load(
+        name, device=where, dtype=dtype, upcycle=upcycle, split_experts=split_experts
+    )
     _check_head(name, model.config)
     return model
 

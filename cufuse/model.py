@@ -14,6 +14,7 @@ from cufuse import config as configs
 from cufuse import device as devices
 from cufuse import generate as loop
 from cufuse import tokenizer as tokenizers
+from cufuse import upcycle as upcycles
 from cufuse import weights as weights_module
 from cufuse.config import Config
 from cufuse.device import Array
@@ -141,10 +142,12 @@ def load(
     device: str = "cuda",
     dtype: Any = None,
     seed: int | None = None,
+    upcycle: tuple[int, int] | None = None,
+    split_experts: int | None = None,
 ) -> Model:
     """Load a model from a file or folder, a pulled model by name, or a preset with random weights.
 
-    On a GPU the matrices of a dense decoder are packed as they are loaded, one after the other: all
+    On a GPU the matrices of a decoder are packed as they are loaded, one after the other: all
     engines read that one copy.
 
     path_or_preset: a GGUF file, a folder with config.json and safetensors, the name of a model that
@@ -153,17 +156,22 @@ def load(
         aid for debugging them that needs g++
     dtype: "float32", "float16" or "bfloat16"; float32 on "cpu" and bfloat16 elsewhere if left out
     seed: random weights of a preset with this seed, even when real ones were pulled
+    upcycle: (experts, experts a token): make a mixture of a dense model, each expert a copy of its
+        MLP with the hidden units in another order
+    split_experts: make a mixture by cutting the hidden units into so many experts, all of which
+        every token goes to
 
     Returns a Model. Raises UnknownModel (a ValueError), FileNotFoundError, cufuse.Unsupported, or
     ValueError for a damaged file.
     """
+    mixture = upcycles.choose(upcycle, split_experts, seed or 0)
     kind, gpu = _place(device)
     chosen = _dtype(dtype, kind)
     name = str(path_or_preset)
     if seed is None:
         path = hub.find(name)
         if path is not None:
-            loaded = checkpoint.load(path, dtype=chosen, kind=kind, gpu=gpu)
+            loaded = checkpoint.load(path, dtype=chosen, kind=kind, gpu=gpu, upcycle=mixture)
             return Model(loaded.weights, tokenizers.load(loaded.tokenizer_source), device)
         if name in hub.PACKAGES:
             raise NotPulled(
@@ -171,6 +179,10 @@ def load(
                 "shape come from cufuse.load with a seed)"
             )
     config = configs.preset(name)
+    if mixture is not None:
+        arrays = weights_module.random_arrays(config, seed=seed or 0, dtype=chosen)
+        made = checkpoint.assemble(config, arrays, kind=kind, gpu=gpu, upcycle=mixture)
+        return Model(made, None, device)
     weights = weights_module.random(config, seed=seed or 0, dtype=chosen, kind=kind, gpu=gpu)
     return Model(weights, None, device)
 

@@ -379,6 +379,13 @@ def random(
     correction, float32 whatever the dtype, in [-0.1, 0.1); 4-bit experts are made as
     `mxfp4.random_blocks` says. Returns Weights.
     """
+    return assemble(config, random_arrays(config, seed=seed, dtype=dtype, kind=kind, gpu=gpu))
+
+
+def random_arrays(
+    config: Config, *, seed: int = 0, dtype: Any, kind: str = "numpy", gpu: int = 0
+) -> Iterator[tuple[str, Array | Mxfp4]]:
+    """Return the pairs (name, array) of which `random` is made, each made when it is asked for."""
     dtype = np.dtype(dtype)
     if dtype not in device.FLOAT_DTYPES:
         raise TypeError(f"random: dtype is {dtype}, wanted float16, bfloat16 or float32")
@@ -411,7 +418,7 @@ def random(
             if name not in replaced:
                 yield name, tensor(name, shape)
 
-    return assemble(config, arrays())
+    return arrays()
 
 
 def _range(config: Config, name: str) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from cufuse.checkpoint.hf_folder import HfFolder
 from cufuse.config import Config
 from cufuse.device import Array
 from cufuse.mxfp4 import Mxfp4
+from cufuse.upcycle import Upcycle
 from cufuse.weights import Weights
 
 __all__ = ["Checkpoint", "CheckpointError", "half_split", "load", "read_config", "tokenizer_source"]
@@ -33,7 +34,13 @@ class Checkpoint(NamedTuple):
 
 
 def load(
-    path: str | Path, *, dtype: Any, kind: str = "numpy", gpu: int = 0, layers: int | None = None
+    path: str | Path,
+    *,
+    dtype: Any,
+    kind: str = "numpy",
+    gpu: int = 0,
+    layers: int | None = None,
+    upcycle: Upcycle | None = None,
 ) -> Checkpoint:
     """Load a model from a GGUF file or from a folder with config.json and safetensors files.
 
@@ -41,6 +48,7 @@ def load(
     kind: where they go: "numpy", "twin" or "cupy"
     gpu: number of the GPU for "cupy"
     layers: keep only the first ones
+    upcycle: make a mixture of experts of the dense model
 
     One array at a time is converted and moved, and packed where `weights` says so. Returns (config,
     weights, tokenizer_source). Raises FileNotFoundError, CheckpointError for a broken file, and
@@ -55,9 +63,28 @@ def load(
     check(source, plan, ignored)
     if layers is not None:
         config = config.cut(layers)
+    if upcycle is None:
+        with _target(kind, gpu) as move:
+            made = weights.assemble(config, _arrays(source, plan, config, dtype, move))
+    else:
+        on_host = _arrays(source, plan, config, dtype, lambda array: array)
+        made = assemble(config, on_host, kind=kind, gpu=gpu, upcycle=upcycle)
+    return Checkpoint(made.config, made, _tokenizer_source(source))
+
+
+def assemble(
+    config: Config,
+    arrays: Iterable[tuple[str, Any]],
+    *,
+    kind: str,
+    gpu: int = 0,
+    upcycle: Upcycle | None = None,
+) -> Weights:
+    """Move NumPy arrays, made one by one, to where kernels run; upcycled first if asked for."""
+    if upcycle is not None:
+        config, arrays = upcycle.config(config), upcycle.arrays(config, arrays)
     with _target(kind, gpu) as move:
-        made = weights.assemble(config, _arrays(source, plan, config, dtype, move))
-    return Checkpoint(config, made, _tokenizer_source(source))
+        return weights.assemble(config, ((name, move(array)) for name, array in arrays))
 
 
 def _arrays(
