@@ -61,7 +61,7 @@ FEW = {
         0,
     ),
     # More of the shared expert for a CTA than its ring and its buffers of sums have room for.
-    "wide shared": (small("qwen2-moe", 1, shared_hidden_dim=1280, hidden_dim=40), "bf16", 0),
+    "wide shared": (small("qwen2-moe", 1, shared_hidden_dim=832, hidden_dim=104), "bf16", 0),
 }
 
 
