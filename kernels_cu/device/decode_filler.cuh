@@ -318,7 +318,8 @@ struct Filler : Role<Shape, kFillerRole> {
     }
     __syncwarp();
     if (lane_here() == 0) mbarrier_arrive(&choice.made);
-    if (this->args.experts && blockIdx.x == 0) {
+    // By who has the first tile of the last product, which somebody always has.
+    if (this->args.experts && static_cast<int>(blockIdx.x) == this->turn) {
       int* experts =
           this->args.experts + (static_cast<i64>(this->n()) * Shape::kLayers + layer) * Mlp::kTop;
       for (int i = lane_here(); i < Mlp::kTop; i += 32) experts[i] = choice.expert[i];
