@@ -48,6 +48,12 @@ FEW = {
     ),
     "one expert": (small("mixtral", 1, n_experts=1, n_experts_per_token=1), "bf16", 3),
     "wide experts": (small("mixtral", 1, hidden_dim=192, n_experts_per_token=1), "fp32", 0),
+    # CTA 0 has none of the experts, and none of what comes behind them.
+    "few panels": (
+        small("mixtral", 1, dim=16, hidden_dim=8, n_experts_per_token=1),
+        "bf16",
+        0,
+    ),
     # As many logits as rows of the router's panels, and one more.
     "16 experts and a gate": (
         small("qwen2-moe", 1, n_experts=16, n_experts_per_token=2, hidden_dim=16),
