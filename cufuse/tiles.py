@@ -654,7 +654,7 @@ def decode_shared(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
     fragments = 32 * max(
         _packed_tiles(max(c.dim, c.q_dim), itemsize), _mlp_tiles(c, itemsize, tile.stage_bytes)
     )
-    choice = _round_up(16 + 8 * c.n_experts_per_token + 4, 8)
+    choice = _round_up(16 + 8 * c.n_experts_per_token, 8)
     merge = 4 * group * (c.head_dim + 8 + 2 * (cache_keys(c, dtype, tile) + 8)) * 4
     # Bins for a draw with filters, where x and partial sums are when there are any.
     sums = 4 * _PANEL_WARPS * 16 * 4

@@ -20,6 +20,7 @@ struct OneMlp {
   static constexpr int kDense = 0;
   static constexpr bool kSharedGated = false;
   static constexpr bool kBiased = true;
+  static constexpr int kLogits = 0;
 };
 
 // Experts of which a router chooses kTop. kShared: width of an MLP that every token goes through,
@@ -62,7 +63,6 @@ struct Choice {
   u64 read;  // another: the finisher needs it no more
   int expert[Mlp::kTop > 0 ? Mlp::kTop : 1];
   float weight[Mlp::kTop > 0 ? Mlp::kTop : 1];
-  float shared_weight;
 };
 
 // Lane l has the logits of experts [l kMine, (l + 1) kMine).
