@@ -707,22 +707,13 @@ class Plan:
                 yield from self.fills(step, tile)
 
     def _experts(self, step: Step, mine: range, takes_part: bool) -> Iterator[Event]:
-        """Fill what is shared, choose, fill what was chosen.
-
-        Finishers wait for the choice, so what is shared comes behind it where the ring is too small
-        for that.
-        """
-        logits = Words("router", 0, self.router_logits, self.tag(step.token, step.layer))
-        choose = [Choose((logits,))] if takes_part else []
+        """Fill what is shared, choose, fill what was chosen."""
         shared = [tile for tile in mine if not self.is_routed(step, tile, 0)]
-        panels = self.config.shared_hidden_dim // self.product(step.phase).panel_rows
-        fits = -(-panels // self.tile.ctas) * self.cut(step.phase).blocks <= self.tile.stages
-        if not fits:
-            yield from choose
         for tile in shared:
             yield from self.fills(step, tile)
-        if fits:
-            yield from choose
+        if takes_part:
+            tag = self.tag(step.token, step.layer)
+            yield Choose((Words("router", 0, self.config.n_experts, tag),))
         for tile in mine[len(shared) :]:
             yield from self.fills(step, tile)
 
@@ -761,18 +752,28 @@ class Plan:
             if step.phase == "router" and left != choices:
                 left = choices
                 yield Leave()
-            if step.phase == "experts" and self._takes_part(place, cta):
-                # Before what it finishes of it, and it may have nothing to finish.
-                choices += 1
-                yield AwaitChoice(choices)
+            asks = step.phase == "experts" and self._takes_part(place, cta)
+            if (
+                asks
+                and self.config.shared_gated
+                and not self.is_routed(step, min(mine, default=0), 0)
+            ):
+                n, tag = self.config.n_experts, self.tag(step.token, step.layer)
+                yield Wait((Words("router", n, n + 1, tag),) if mine else ())
             if mine and step.phase == "output" and step.layer == 0:
                 yield Wait(self.embeds(step.token))
             if step.phase == HEAD and self.filtered:
                 yield Wait(self.embeds(step.token))  # before it overwrites the logits
             for tile in mine:
+                if asks and self.is_routed(step, tile, 0):
+                    asks, choices = False, choices + 1
+                    yield AwaitChoice(choices)
                 yield Finish(step, tile)
                 yield Wait(self._residual(step, tile))
                 yield Publish(self._product(step, tile))
+            if asks:
+                choices += 1
+                yield AwaitChoice(choices)
             if step.phase == HEAD:
                 words = self.best(step.token)
                 yield Publish((words._replace(begin=words.begin + cta, end=words.begin + cta + 1),))

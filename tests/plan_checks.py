@@ -443,7 +443,7 @@ class Simulation:
         """What a finisher reads is still the choice of its layer."""
         step = event.step
         wanted = self.plan.tag(step.token, step.layer)
-        reads = step.phase in ("experts", "combine")
+        reads = step.phase == "combine" or self.plan.is_routed(step, event.tile, 0)
         if reads and cta.chosen != wanted:
             raise Stuck(f"finisher {number} finds the choice of {cta.chosen}, not of {wanted}")
 

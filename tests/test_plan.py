@@ -20,7 +20,7 @@ from cufuse import config, jit, plan, tiles
 from cufuse.cli import main
 from cufuse.config import Config
 from cufuse.engines import _decode
-from cufuse.plan import Choose, Gather, Leave, Plan, Publish, Wait, Words
+from cufuse.plan import AwaitChoice, Choose, Finish, Gather, Leave, Plan, Publish, Wait, Words
 from cufuse.tiles import DecodeTile
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
@@ -408,20 +408,26 @@ def test_a_simulation_finds_who_is_lapped():
     assert "appended" in stuck(small("narrow", 16, 200, OnePlace, **DRAWN))
 
 
-class ChoosesLate(Plan):
-    """All that is shared is filled before experts are chosen."""
+class AwaitsEarly(Plan):
+    """A finisher waits for the choice before what is shared, of which the ring is full."""
 
-    def _experts(self, step, mine, takes_part):
-        events = list(super()._experts(step, mine, takes_part))
-        chosen = [e for e in events if type(e) is Choose]
-        routed = [e for e in events if e not in chosen and self.is_routed(step, e.tile, 0)]
-        yield from (e for e in events if e not in chosen and e not in routed)
-        yield from chosen + routed
+    def finisher(self, cta):
+        events, first = [], None
+        for event in super().finisher(cta):
+            if type(event) is Finish and event.step.phase == "experts" and first is None:
+                first = len(events)
+            if type(event) is AwaitChoice and first is not None:
+                events.insert(first, event)
+            else:
+                events.append(event)
+            if type(event) in (Leave, AwaitChoice):
+                first = None
+        return iter(events)
 
 
-def test_more_of_a_shared_expert_than_the_ring_has_room_for_comes_behind_the_choice():
+def test_what_is_shared_waits_for_no_choice():
     assert stuck(small("shared", 1, 0)) == ""
-    assert "room in the ring" in stuck(small("shared", 1, 0, ChoosesLate), 1)
+    assert "room in the ring" in stuck(small("shared", 1, 0, AwaitsEarly), 1)
 
 
 class NeverLeaves(Plan):
