@@ -753,13 +753,9 @@ class Plan:
                 left = choices
                 yield Leave()
             asks = step.phase == "experts" and self._takes_part(place, cta)
-            if (
-                asks
-                and self.config.shared_gated
-                and not self.is_routed(step, min(mine, default=0), 0)
-            ):
+            if asks and mine and self.config.shared_gated and not self.is_routed(step, mine[0], 0):
                 n, tag = self.config.n_experts, self.tag(step.token, step.layer)
-                yield Wait((Words("router", n, n + 1, tag),) if mine else ())
+                yield Wait((Words("router", n, n + 1, tag),))
             if mine and step.phase == "output" and step.layer == 0:
                 yield Wait(self.embeds(step.token))
             if step.phase == HEAD and self.filtered:
