@@ -28,6 +28,7 @@ class RecordingState(State):
         super().__init__(*arguments, **options)
         self._open: Array | None = None
         self._kept: list[np.ndarray] = []
+        self._of_step: Array | None = None  # [n_tokens, n_layers, k] of kernels that write it whole
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Array:
         """Return the buffer; what the layer before wrote to that of the experts is kept."""
@@ -35,10 +36,17 @@ class RecordingState(State):
         if name == "ids" and len(shape) == 2:
             self._keep()
             self._open = made
+        elif name == "experts":
+            self._of_step = made
         return made
 
     def take(self) -> np.ndarray | None:
         """Return the experts since the last call, int32 [n_layers, batch * k]; None without any."""
+        if self._of_step is not None:
+            layers = [i for i in range(self.config.n_layers) if self.config.is_moe_layer(i)]
+            found = np.array(verify.to_numpy(self._of_step))[-1, layers]
+            self._of_step = None
+            return found
         self._keep()
         kept, self._kept = self._kept, []
         return np.stack(kept) if kept else None

@@ -167,7 +167,7 @@ def bench(
     pp512 processes a prompt of 512. Every result is checked against float64 before it is timed; a
     wrong one exits with 3. Without a GPU launches and bytes are counted and the NumPy reference is
     timed; with --device cpu-kernels the kernels are checked as well. What mega cannot run is left
-    out with a line on stderr: it takes dense decoders and one sequence.
+    out with a line on stderr: it takes decoders and one sequence.
 
     With --sweep every tile has a row, timed alone, and the tile that is chosen and the fastest one
     say so; the fitted table follows the rows, on stderr unless they are Markdown.

@@ -212,6 +212,7 @@ class Config:
                 bool(self.dense_layers) and self.n_layers > 128
             ),
             f"{self.n_experts} experts, more than 1024": self.n_experts > 1024,
+            f"{self.router_groups} groups of experts, more than 32": self.router_groups > 32,
             "a shared expert beside experts of 4 bits a weight": (
                 self.expert_dtype == "mxfp4" and self.shared_hidden_dim > 0
             ),

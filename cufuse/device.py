@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import math
+import mmap
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,8 @@ INSTALL_CUPY = 'pip install "cufuse[cuda13]"'
 # Older ones lack bfloat16, or compile every kernel anew in each process.
 _OLDEST_CUPY = (14, 2)
 _OLDEST_ARCH = 80  # cp.async and mma of bfloat16
+
+_MAP_NORESERVE = 0x4000  # of Linux's mmap; Python's module names it from 3.13 on
 
 
 class Unsupported(NotImplementedError):
@@ -96,8 +100,20 @@ def _allocate(how: str, shape: tuple[int, ...], dtype: Any, like: Array) -> Arra
     if array_kind == "cupy":
         with on_device_of(like):
             return getattr(require_cupy(), how)(shape, dtype)
-    made = getattr(np, how)(shape, dtype)
+    made = _reserved(shape, dtype) if how == "empty" else np.zeros(shape, dtype)
     return made.view(TwinArray) if array_kind == "twin" else made
+
+
+def _reserved(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return an empty NumPy array, of whose memory there need not be more than is written.
+
+    Linux refuses what is larger than the machine has unless it is asked for so.
+    """
+    size_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if size_bytes < 1 << 30 or sys.platform != "linux":
+        return np.empty(shape, dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return np.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype).reshape(shape)
 
 
 def copy(source: Array, target: Array) -> None:

@@ -147,7 +147,7 @@ def load(
 ) -> Model:
     """Load a model from a file or folder, a pulled model by name, or a preset with random weights.
 
-    On a GPU the matrices of a dense decoder are packed as they are loaded, one after the other: all
+    On a GPU the matrices of a decoder are packed as they are loaded, one after the other: all
     engines read that one copy.
 
     path_or_preset: a GGUF file, a folder with config.json and safetensors, the name of a model that

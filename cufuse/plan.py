@@ -22,7 +22,8 @@ PANEL_GROUPS = 4  # of warps, that take the blocks of a panel or the chunks of a
 READ_SPLITS = 2  # so many splits are merged by their readers; of more, the first makes one
 APPEND_SLOTS = 2  # places that say that a row is in the cache, taken in turn
 BEST_SLOTS = 2  # places of what was drawn, taken in turn
-PHASES = ("qkv", "attention", "output", "gate_up", "down")
+PHASES = ("qkv", "attention", "output", "router", "experts", "combine", "gate_up", "down")  # of any
+HEAD = "head"  # behind the last layer's
 
 
 # Shared memory that a CTA can have: CUDA C++ Programming Guide, compute capabilities.
@@ -35,6 +36,18 @@ def target(arch: str, sm_count: int) -> Target:
 
 
 # ---- rules --------------------------------------------------------------------------------------
+
+
+def layer_phases(c: Config, layer: int) -> tuple[str, ...]:
+    """Return the phases of a layer in their order."""
+    mlp = ("router", "experts", "combine") if c.is_moe_layer(layer) else ("gate_up", "down")
+    return ("qkv", "attention", "output", *mlp)
+
+
+def walk(c: Config) -> tuple[tuple[int, str], ...]:
+    """Return the phases of a token in their order, each with its layer; the head has the last."""
+    layers = ((i, phase) for i in range(c.n_layers) for phase in layer_phases(c, i))
+    return (*layers, (c.n_layers - 1, HEAD))
 
 
 class CacheSplit(NamedTuple):
@@ -68,31 +81,48 @@ def split_cache(
 class PanelCut(NamedTuple):
     """How a panel of 16 rows is cut along K into blocks, a stage each: PanelShape in panels.cuh."""
 
-    tiles: int  # of 512 bytes
-    blocks: int
+    tiles: int  # of 512 bytes; of one part
+    blocks: int  # of all parts
     block_tiles: int
-    last_tiles: int
+    last_tiles: int  # of a part's last block
     quarter_tiles: int
     chains: int  # of sums that make a row
+    parts: int  # of K, each cut for itself
 
     @property
     def size_bytes(self) -> int:
         """Bytes of a panel."""
-        return self.tiles * 512
+        return self.parts * self.tiles * 512
+
+    @property
+    def part_blocks(self) -> int:
+        """Blocks of one part."""
+        return self.blocks // self.parts
 
     def block_bytes(self, block: int) -> int:
         """Bytes of one block."""
-        return (self.block_tiles if block + 1 < self.blocks else self.last_tiles) * 512
+        last = (block + 1) % self.part_blocks == 0
+        return (self.last_tiles if last else self.block_tiles) * 512
 
 
 def cut_panel(k: int, itemsize: int, stage_bytes: int) -> PanelCut:
-    """Cut a panel of 16 rows of k values."""
+    """Cut a panel of 16 packed rows of k values."""
     n = -(-k // (64 // itemsize)) * 2
     blocks = -(-n // (stage_bytes // 512))
-    block_tiles = _even(-(-n // blocks))
+    return _cut(n, blocks, _even(-(-n // blocks)), 1)
+
+
+def cut_rows(k: int, itemsize: int, stage_bytes: int, parts: int = 1) -> PanelCut:
+    """Cut a panel of 16 rows that lie in memory row by row, of k values in each part."""
+    cut = tiles.rows_cut(k, itemsize, stage_bytes)
+    return _cut(cut.tiles, cut.blocks, cut.block_tiles, parts)
+
+
+def _cut(n: int, blocks: int, block_tiles: int, parts: int) -> PanelCut:
     quarter = _even(-(-block_tiles // 4))
-    chains = 4 * min(blocks, PANEL_GROUPS)
-    return PanelCut(n, blocks, block_tiles, n - (blocks - 1) * block_tiles, quarter, chains)
+    chains = 4 * min(parts * blocks, PANEL_GROUPS)
+    last = n - (blocks - 1) * block_tiles
+    return PanelCut(n, parts * blocks, block_tiles, last, quarter, chains, parts)
 
 
 def first_tile(cta: int, turn: int, ctas: int) -> int:
@@ -122,7 +152,7 @@ class Words(NamedTuple):
 
     Of "parts" a value is [split, q_dim], of "weights" [split, n_heads], of "best" [slot, ctas] and
     of "appended" [slot, layers, kv_heads]; "logits" are values of the model's output, and "drawn"
-    is an id.
+    is an id. Of "router" a value is an expert's logit, and of "squares" a sum over 16 rows of qkv.
     """
 
     region: str
@@ -151,6 +181,24 @@ class Fill(NamedTuple):
     arrays: tuple[str, ...]  # fields of DecodeArgs
     offset: int  # bytes, the same in each
     size_bytes: int  # of all
+    rows: int = 1  # of each
+    pitch: int = 0  # bytes from a row to the next
+
+
+class Choose(NamedTuple):
+    """Look at logits, wait until what was chosen before is left, and choose a layer's experts."""
+
+    words: tuple[Words, ...]
+
+
+class AwaitChoice(NamedTuple):
+    """Wait until the filler has chosen for the number-th time."""
+
+    number: int
+
+
+class Leave(NamedTuple):
+    """Say that nothing is needed any more of what was chosen last."""
 
 
 class Gather(NamedTuple):
@@ -195,10 +243,51 @@ class Finish(NamedTuple):
     tile: int
 
 
-Event = Wait | Publish | Fill | Gather | Multiply | Attend | Draw | Finish
+# What the values are that a product hands on.
+_MAKES = {
+    "qkv": "qkv",
+    "output": "middle",
+    "router": "router",
+    "experts": "hidden",
+    "combine": "x",
+    "gate_up": "hidden",
+    "down": "x",
+    HEAD: "logits",
+}
+
+
+Event = (
+    Wait
+    | Publish
+    | Fill
+    | Choose
+    | AwaitChoice
+    | Leave
+    | Gather
+    | Multiply
+    | Attend
+    | Draw
+    | Finish
+)
 
 
 # ---- the plan -----------------------------------------------------------------------------------
+
+
+class Product(NamedTuple):
+    """The matrix of a phase."""
+
+    arrays: tuple[str, ...]  # fields of DecodeArgs
+    n: int  # values that come out
+    k: int
+    gated: bool = False  # a gate and an up make a value
+    parts: int = 1  # of k
+    in_rows: bool = False  # row-major
+
+    @property
+    def panel_rows(self) -> int:
+        """Values that a panel makes."""
+        return PANEL_ROWS // 2 if self.gated else PANEL_ROWS
 
 
 @dataclass(frozen=True)
@@ -229,6 +318,7 @@ class Plan:
     n_given: int = 1  # tokens of the launch that are not drawn in it
     all_logits: bool = False
     filtered: bool = False  # CTA 0 draws, from what top-k, top-p and min-p leave
+    experts: tuple[tuple[int, ...], ...] = ()  # that every token goes to, of each layer
 
     # ---- sizes
 
@@ -252,25 +342,63 @@ class Plan:
         """Keys that the cache has room for: a multiple of 128."""
         return -(-(self.context + self.n_tokens) // 128) * 128
 
-    def product(self, phase: str) -> tuple[str, int, int, bool]:
-        """A phase's array of weights, their rows and columns, and whether they are gated."""
+    def product(self, phase: str) -> Product:
+        """What a phase multiplies with."""
         c = self.config
+        mixture = c.n_experts > 0
+        columns, part = tiles.expert_columns(c)
+        hidden, down = (c.dense_hidden_dim, "dense_down") if mixture else (c.hidden_dim, "down")
         return {
-            "qkv": ("qkv", self.qkv_dim, c.dim, False),
-            "output": ("out", c.dim, c.q_dim, False),
-            "gate_up": ("gate_up", c.hidden_dim, c.dim, True),
-            "down": ("down", c.dim, c.hidden_dim, False),
-            "head": ("head", c.vocab_size, c.dim, False),
+            "qkv": Product(("qkv",), self.qkv_dim, c.dim),
+            "output": Product(("out",), c.dim, c.q_dim),
+            "router": Product(("router",), self.router_logits, c.dim, in_rows=True),
+            "experts": Product(("gate", "up"), columns, c.dim, gated=True, in_rows=True),
+            "combine": Product(
+                ("shared_down", "down"), c.dim, columns, parts=columns // part, in_rows=True
+            ),
+            "gate_up": Product(
+                ("gate", "up") if mixture else ("gate_up",), hidden, c.dim, True, 1, mixture
+            ),
+            "down": Product((down,), c.dim, hidden, in_rows=mixture),
+            HEAD: Product(("head",), c.vocab_size, c.dim),
         }[phase]
+
+    @property
+    def router_logits(self) -> int:
+        """Values that a router makes: of each expert, and of the shared one where it has a gate."""
+        return self.config.n_experts + self.config.shared_gated
 
     def panels(self, phase: str) -> int:
         """Panels of a product."""
-        _, n, _, gated = self.product(phase)
-        return -(-n // (PANEL_ROWS // 2 if gated else PANEL_ROWS))
+        product = self.product(phase)
+        return -(-product.n // product.panel_rows)
+
+    @functools.cached_property
+    def _cuts(self) -> dict[str, PanelCut]:
+        return {}
 
     def cut(self, phase: str) -> PanelCut:
         """How a product's panels are cut into stages."""
-        return cut_panel(self.product(phase)[2], self.itemsize, self.tile.stage_bytes)
+        if phase not in self._cuts:
+            product = self.product(phase)
+            sizes = product.k // product.parts, self.itemsize, self.tile.stage_bytes
+            self._cuts[phase] = (
+                cut_rows(*sizes, product.parts) if product.in_rows else cut_panel(*sizes)
+            )
+        return self._cuts[phase]
+
+    def chosen(self, token: int, layer: int) -> tuple[int, ...]:
+        """The experts that a token goes to, ascending: `experts`, or some that lie far apart."""
+        c = self.config
+        if not c.is_moe_layer(layer):
+            return ()
+        if self.experts:
+            return tuple(sorted(self.experts[layer]))
+        apart = c.n_experts // c.n_experts_per_token
+        first = token + layer
+        return tuple(
+            sorted((first + i * apart) % c.n_experts for i in range(c.n_experts_per_token))
+        )
 
     def split(self, token: int, layer: int) -> CacheSplit:
         """How the cache is cut for a token of the launch."""
@@ -296,7 +424,7 @@ class Plan:
 
         for token in range(self.n_tokens):
             for layer in range(self.config.n_layers):
-                for phase in PHASES:
+                for phase in layer_phases(self.config, layer):
                     attends = phase == "attention"
                     count = (
                         self.config.n_kv_heads * self.split(token, layer).n_splits
@@ -305,7 +433,7 @@ class Plan:
                     )
                     add(token, layer, phase, count)
             if self.has_logits(token):
-                add(token, self.config.n_layers - 1, "head", self.panels("head"))
+                add(token, self.config.n_layers - 1, HEAD, self.panels(HEAD))
         return tuple(found)
 
     def has_logits(self, token: int) -> bool:
@@ -335,14 +463,72 @@ class Plan:
         if step.phase == "attention":
             yield from self._cache_fills(step, tile)
             return
-        array, n, k, gated = self.product(step.phase)
-        cut = self.cut(step.phase)
-        matrix = pack.packed_size(n, k, self.dtype, gated=gated) * self.itemsize
-        offset = (step.layer if array != "head" else 0) * matrix + tile * cut.size_bytes
+        product, cut = self.product(step.phase), self.cut(step.phase)
+        if product.in_rows:
+            for part in range(product.parts):
+                yield from self._row_fills(step, tile, part)
+            return
+        size = pack.packed_size(product.n, product.k, self.dtype, gated=product.gated)
+        layer = step.layer if step.phase != HEAD else 0
+        offset = layer * size * self.itemsize + tile * cut.size_bytes
         for block in range(cut.blocks):
-            size = cut.block_bytes(block)
-            yield Fill(step, tile, (array,), offset, size)
-            offset += size
+            yield Fill(step, tile, product.arrays, offset, cut.block_bytes(block))
+            offset += cut.block_bytes(block)
+
+    def _row_fills(self, step: Step, tile: int, part: int) -> Iterator[Fill]:
+        """The blocks of a part of a panel whose weights lie in rows."""
+        product, cut = self.product(step.phase), self.cut(step.phase)
+        arrays, row, column, pitch = self._rows_place(step, tile, part)
+        rows, tile_columns = self._panel_rows(product, tile), 32 // self.itemsize
+        columns = product.k // product.parts
+        for block in range(cut.part_blocks):
+            first = block * cut.block_tiles * tile_columns
+            end = min(first + cut.block_bytes(block) // 512 * tile_columns, columns)
+            offset = (row * pitch + column + first) * self.itemsize
+            size = len(arrays) * rows * (end - first) * self.itemsize
+            yield Fill(step, tile, arrays, offset, size, rows, pitch * self.itemsize)
+
+    def _panel_rows(self, product: Product, tile: int) -> int:
+        """Rows of one matrix that a panel reads."""
+        return min(product.panel_rows, product.n - tile * product.panel_rows)
+
+    def _rows_place(
+        self, step: Step, tile: int, part: int
+    ) -> tuple[tuple[str, ...], int, int, int]:
+        """Arrays, first row and column, and columns of a row: the `Place` of decode_filler.cuh."""
+        c = self.config
+        product = self.product(step.phase)
+        mixtures = sum(c.is_moe_layer(layer) for layer in range(step.layer))
+        dense, first = step.layer - mixtures, tile * product.panel_rows
+        if step.phase == "router":
+            return product.arrays, mixtures * self.router_logits + first, 0, c.dim
+        if step.phase == "down":
+            return product.arrays, dense * c.dim + first, 0, c.dense_hidden_dim
+        if step.phase == "combine":
+            width = product.k // product.parts
+            slot, column = divmod(part * width - c.shared_hidden_dim, c.hidden_dim)
+            if slot < 0:
+                at = mixtures * c.dim + first, part * width
+                return ("shared_down",), *at, c.shared_hidden_dim
+            expert = mixtures * c.n_experts + self.chosen(step.token, step.layer)[slot]
+            return ("down",), expert * c.dim + first, column, c.hidden_dim
+        before = mixtures * (c.n_experts * c.hidden_dim + c.shared_hidden_dim)
+        before += dense * c.dense_hidden_dim
+        if step.phase == "experts":
+            slot, row = divmod(first - c.shared_hidden_dim, c.hidden_dim)
+            chosen = self.chosen(step.token, step.layer)
+            if first < c.shared_hidden_dim:
+                first += c.n_experts * c.hidden_dim
+            else:
+                first = chosen[slot] * c.hidden_dim + row
+        return product.arrays, before + first, 0, c.dim
+
+    def is_routed(self, step: Step, tile: int, part: int) -> bool:
+        """Tell whether a part of a tile is of a chosen expert."""
+        product, shared = self.product(step.phase), self.config.shared_hidden_dim
+        if step.phase == "experts":
+            return tile * product.panel_rows >= shared
+        return step.phase == "combine" and part * (product.k // product.parts) >= shared
 
     def _cache_fills(self, step: Step, tile: int) -> Iterator[Fill]:
         c = self.config
@@ -357,7 +543,11 @@ class Plan:
     def tile_bytes(self, step: Step, tile: int) -> int:
         """Bytes that a tile streams."""
         if step.phase != "attention":
-            return self.cut(step.phase).size_bytes
+            product = self.product(step.phase)
+            if not product.in_rows:
+                return self.cut(step.phase).size_bytes
+            matrices = 2 if product.gated else 1
+            return matrices * self._panel_rows(product, tile) * product.k * self.itemsize
         chunks = self.split(step.token, step.layer).part(self.task(step, tile)[1])
         keys = min(chunks.stop * self.keys, self.context + step.token) - chunks.start * self.keys
         return 2 * max(keys, 0) * self.config.head_dim * self.itemsize
@@ -367,7 +557,10 @@ class Plan:
         ctas = range(self.tile.ctas)
         if step.phase == "attention":
             return [sum(self.tile_bytes(step, t) for t in self.tiles_of(step, cta)) for cta in ctas]
-        return [len(self.tiles_of(step, cta)) * self.tile_bytes(step, 0) for cta in ctas]
+        # All are as large as the first but the last one of all.
+        size, last = (self.tile_bytes(step, tile) for tile in (0, step.tiles - 1))
+        mine = [self.tiles_of(step, cta) for cta in ctas]
+        return [len(of) * size + (last - size) * (step.tiles - 1 in of) for of in mine]
 
     # ---- words between CTAs
 
@@ -415,7 +608,7 @@ class Plan:
         """What the sums of a panel are added to."""
         if step.phase == "output" and step.layer > 0:
             region, tag = "x", self.tag(step.token, step.layer - 1)
-        elif step.phase == "down":
+        elif step.phase in ("combine", "down"):
             region, tag = "middle", self.tag(step.token, step.layer)
         else:
             return ()
@@ -423,9 +616,9 @@ class Plan:
 
     def _rows(self, step: Step, tile: int) -> tuple[int, int]:
         """Rows of the output that a panel makes."""
-        _, n, _, gated = self.product(step.phase)
-        rows = PANEL_ROWS // 2 if gated else PANEL_ROWS
-        return tile * rows, min((tile + 1) * rows, n)
+        product = self.product(step.phase)
+        rows = product.panel_rows
+        return tile * rows, min((tile + 1) * rows, product.n)
 
     def _x(self, step: Step) -> tuple[Words, ...]:
         """What a product multiplies, where it comes from other CTAs."""
@@ -440,24 +633,27 @@ class Plan:
                 Words("parts", 0, count * c.q_dim, tag),
                 Words("weights", 0, count * c.n_heads, tag),
             )
-        if step.phase == "gate_up":
+        if step.phase in ("router", "experts", "gate_up"):
             return (Words("middle", 0, c.dim, tag),)
-        if step.phase == "down":
-            return (Words("hidden", 0, c.hidden_dim, tag),)
+        if step.phase in ("combine", "down"):
+            return (Words("hidden", 0, self.product(step.phase).k, tag),)
         return (Words("x", 0, c.dim, tag),)
 
     def _product(self, step: Step, tile: int) -> tuple[Words, ...]:
         """What a panel hands on."""
-        if step.phase == "head" and not self.keeps_logits(step.token):
+        if step.phase == HEAD and not self.keeps_logits(step.token):
             return ()
-        region = {"output": "middle", "gate_up": "hidden", "down": "x", "head": "logits"}
-        return (
-            Words(
-                region.get(step.phase, step.phase),
-                *self._rows(step, tile),
-                self.tag(step.token, step.layer),
-            ),
-        )
+        tag = self.tag(step.token, step.layer)
+        made = Words(_MAKES[step.phase], *self._rows(step, tile), tag)
+        if step.phase == "qkv" and made.end <= self._squared:
+            return (made, Words("squares", tile, tile + 1, tag))
+        return (made,)
+
+    @property
+    def _squared(self) -> int:
+        """Rows of qkv that a norm over all queries, or all keys, is of."""
+        c = self.config
+        return c.q_dim + c.kv_dim if c.qk_norm == "full" else 0
 
     def _attend(self, step: Step, tile: int) -> Attend:
         c, tag = self.config, self.tag(step.token, step.layer)
@@ -470,6 +666,9 @@ class Plan:
             for first in (c.q_dim, c.q_dim + c.kv_dim):
                 at = first + head * c.head_dim
                 rows.append(Words("qkv", at, at + c.head_dim, tag))
+        if self._squared:
+            end = self._squared if part == 0 else c.q_dim  # the keys' come behind the queries'
+            rows.append(Words("squares", 0, end // PANEL_ROWS, tag))
 
         def of(index: int) -> tuple[Words, ...]:
             at, query = index * c.q_dim + head * width, index * c.n_heads + head * group
@@ -496,12 +695,31 @@ class Plan:
     # ---- what the roles of a CTA do
 
     def filler(self, cta: int) -> Iterator[Event]:
-        """List what fills the ring of a CTA."""
-        for step in self.steps:
-            for tile in self.tiles_of(step, cta):
+        """List what fills the ring of a CTA, and chooses experts for it."""
+        for place, step in enumerate(self.steps):
+            mine = self.tiles_of(step, cta)
+            if step.phase == "experts":
+                yield from self._experts(step, mine, self._takes_part(place, cta))
+                continue
+            for tile in mine:
                 if step.phase == "attention" and (words := self.append_wanted(step, tile)):
                     yield Wait(words)
                 yield from self.fills(step, tile)
+
+    def _experts(self, step: Step, mine: range, takes_part: bool) -> Iterator[Event]:
+        """Fill what is shared, choose, fill what was chosen."""
+        shared = [tile for tile in mine if not self.is_routed(step, tile, 0)]
+        for tile in shared:
+            yield from self.fills(step, tile)
+        if takes_part:
+            tag = self.tag(step.token, step.layer)
+            yield Choose((Words("router", 0, self.config.n_experts, tag),))
+        for tile in mine[len(shared) :]:
+            yield from self.fills(step, tile)
+
+    def _takes_part(self, place: int, cta: int) -> bool:
+        """Tell whether a CTA has a tile of the experts, or of the combine that comes next."""
+        return any(self.tiles_of(step, cta) for step in self.steps[place : place + 2])
 
     def multiplier(self, cta: int) -> Iterator[Event]:
         """List what gathers, multiplies and attends. A CTA without a tile does not read either.
@@ -519,26 +737,40 @@ class Plan:
                 for tile in mine:
                     yield Multiply(step, tile, blocks, panels * blocks % PANEL_GROUPS)
                     panels += 1
-                if step.phase == "head" and self.filtered and cta == 0:
+                if step.phase == HEAD and self.filtered and cta == 0:
                     best, drawn = self.best(step.token), self.drawn(step.token)
                     logits = Words("logits", 0, self.config.vocab_size, best.tag)
                     yield Draw((best, logits), (drawn,))
 
     def finisher(self, cta: int) -> Iterator[Event]:
         """List what finishes sums and hands them on."""
-        for step in self.steps:
+        choices = left = 0
+        for place, step in enumerate(self.steps):
             if step.phase == "attention":
                 continue
             mine = self.tiles_of(step, cta)
+            if step.phase == "router" and left != choices:
+                left = choices
+                yield Leave()
+            asks = step.phase == "experts" and self._takes_part(place, cta)
+            if asks and mine and self.config.shared_gated and not self.is_routed(step, mine[0], 0):
+                n, tag = self.config.n_experts, self.tag(step.token, step.layer)
+                yield Wait((Words("router", n, n + 1, tag),))
             if mine and step.phase == "output" and step.layer == 0:
                 yield Wait(self.embeds(step.token))
-            if step.phase == "head" and self.filtered:
+            if step.phase == HEAD and self.filtered:
                 yield Wait(self.embeds(step.token))  # before it overwrites the logits
             for tile in mine:
+                if asks and self.is_routed(step, tile, 0):
+                    asks, choices = False, choices + 1
+                    yield AwaitChoice(choices)
                 yield Finish(step, tile)
                 yield Wait(self._residual(step, tile))
                 yield Publish(self._product(step, tile))
-            if step.phase == "head":
+            if asks:
+                choices += 1
+                yield AwaitChoice(choices)
+            if step.phase == HEAD:
                 words = self.best(step.token)
                 yield Publish((words._replace(begin=words.begin + cta, end=words.begin + cta + 1),))
                 if cta == 0:
@@ -577,7 +809,7 @@ class Plan:
                     self.hand_offs(steps[0]),
                 )
             )
-        order = (*PHASES, "head")
+        order = (*PHASES, HEAD)
         return sorted(found, key=lambda row: order.index(row.phase))
 
     def totals(self) -> dict[str, Any]:
@@ -602,7 +834,11 @@ class Plan:
             },
             "shared_bytes": {"total": sum(shared.values()), **shared},
             "words": tiles.decode_regions(self.config, self.dtype, self.tile),
+            **({"experts": self._experts_of_layers()} if self.config.n_experts else {}),
         }
+
+    def _experts_of_layers(self) -> list[tuple[int, ...]]:
+        return [self.chosen(0, layer) for layer in range(self.config.n_layers)]
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as JSON has it."""
@@ -647,6 +883,7 @@ class Plan:
             f"{t['launches']} launch, {t['hand_offs']} hand-offs",
             f"a CTA of {tile.ctas}: {load['min'] / 1e6:.2f} to {load['max'] / 1e6:.2f} MB, the most"
             f" {over:.1f} % above the mean",
+            *self._mixture_lines(),
             f"ring: {tile.stages} stages of {tile.stage_bytes} bytes, {tile.window} on their way, "
             f"{tile.calm_window} from qkv to output ({tile.copies} copies)",
             f"cache: chunks of {self.keys} keys, splits of {tile.split_chunks} chunks or more, up "
@@ -654,9 +891,22 @@ class Plan:
             f"shared memory: {total} bytes: "
             + ", ".join(f"{name} {size}" for name, size in shared.items() if size),
             f"between CTAs: {8 * sum(t['words'].values())} bytes: "
-            + ", ".join(f"{name} {8 * size}" for name, size in t["words"].items()),
+            + ", ".join(f"{name} {8 * size}" for name, size in t["words"].items() if size),
         ]
         return "\n".join(lines)
+
+    def _mixture_lines(self) -> list[str]:
+        """A line about the experts, of a mixture."""
+        c = self.config
+        if not c.n_experts:
+            return []
+        some, shared = "of the plan" if self.experts else "far apart", ""
+        if c.shared_hidden_dim:
+            shared = f" and a shared one of {c.shared_hidden_dim}"
+        return [
+            f"experts: {c.n_experts_per_token} of {c.n_experts} a layer, those {some}, of width "
+            f"{c.hidden_dim}{shared}"
+        ]
 
 
 def _readers_merge(splits: int) -> bool:

@@ -667,7 +667,7 @@ def decode_shared(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
     fragments = 32 * max(
         _packed_tiles(max(c.dim, c.q_dim), itemsize), _mlp_tiles(c, itemsize, tile.stage_bytes)
     )
-    choice = _round_up(16 + 8 * c.n_experts_per_token + 4, 8)
+    choice = _round_up(16 + 8 * c.n_experts_per_token, 8)
     merge = 4 * group * (c.head_dim + 8 + 2 * (cache_keys(c, dtype, tile) + 8)) * 4
     # Bins for a draw with filters, where x and partial sums are when there are any.
     sums = 4 * _PANEL_WARPS * 16 * 4
@@ -683,8 +683,8 @@ def decode_shared(c: Config, dtype: Any, tile: DecodeTile) -> dict[str, int]:
         "head norms": _round_up((group + 1) * row_bytes, 16) if c.qk_norm != "none" else 0,
         "angles": _round_up(c.rotary_dim * 4, 16),
         "softmax": (2 * 4 + 1) * 8 * 4,
-        "roles": 3 * 52,
-        "experts": 4 + choice if c.n_experts else 0,
+        "roles": _round_up(3 * 52, 8),
+        "experts": choice if c.n_experts else 0,
     }
 
 

@@ -19,16 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from cufuse import device, generate, jit, tiles
+from cufuse import device, generate, jit, plan, tiles
 from cufuse.config import Config
 from cufuse.device import Array
 from cufuse.generate import Sampling
 from cufuse.state import State
 from cufuse.weights import Weights, hash_uniform
-
-# A layer, as every role walks through it (kernels_cu/mega/decode.cu); the head comes behind them.
-PHASES = ("qkv", "attention", "output", "gate_up", "down")
-HEAD = "head"
 
 # In a picture, and in the order of its legend: what is lost is red and yellow.
 COLORS = {
@@ -124,7 +120,7 @@ class Trace:
     """One step: what each role of each CTA did, in microseconds since the first one began."""
 
     name: str  # what was traced
-    n_layers: int
+    walk: tuple[tuple[int, str], ...]  # the step's phases, as plan.walk
     spans: np.ndarray  # SPAN, by begin; one inside another comes behind it
     phases: np.ndarray  # PHASE, when each role of each CTA was in it
     roles: np.ndarray  # [ctas, roles, 2] when each began and ended
@@ -144,8 +140,8 @@ class Trace:
 
     def phase(self, number: int) -> str:
         """Name a phase: "layer 3 gate_up", "head"."""
-        layer, which = divmod(number, len(PHASES))
-        return f"layer {layer} {PHASES[which]}" if layer < self.n_layers else HEAD
+        layer, phase = self.walk[number]
+        return phase if phase == plan.HEAD else f"layer {layer} {phase}"
 
     @property
     def problem(self) -> str | None:
@@ -207,7 +203,9 @@ class Stepper:
         self._context = state.length
         self._ids = device.empty((1,), np.int32, state.like)
         state.tokens[...] = token % weights.config.vocab_size
-        tile = tiles.decode(weights.config, tiles.target_of(state.start), weights.dtype)
+        c = weights.config
+        tile = tiles.decode(c, tiles.target_of(state.start), weights.dtype)
+        self.walk = plan.walk(c)
         self.buffer = allocate(tile.ctas, state.like)
 
     def enqueue(self, *, traced: bool) -> None:
@@ -244,7 +242,7 @@ class Stepper:
             self.enqueue(traced=True)
             token = self.token()
             read = _to_numpy(self.buffer)
-        return decode(read, name=name, n_layers=self._weights.config.n_layers), token
+        return decode(read, name=name, walk=self.walk), token
 
     def cost(self, launches: int = 20) -> tuple[float, float]:
         """Time untraced and traced steps in turn on a GPU: the medians, in microseconds."""
@@ -275,10 +273,11 @@ def _to_numpy(x: Array) -> np.ndarray:
 # ---- the buffer ---------------------------------------------------------------------------------
 
 
-def decode(buffer: np.ndarray, *, name: str = "", n_layers: int) -> Trace:
+def decode(buffer: np.ndarray, *, name: str = "", walk: tuple[tuple[int, str], ...]) -> Trace:
     """Turn what a launch wrote into spans.
 
     buffer: uint64 [ctas, roles, words] as `allocate` makes it
+    walk: the phases of the step, as `plan.walk` says them
 
     All SMs are taken to run at one rate, which all rows tell together; where an SM's clock stands
     is the mean over its roles. Raises ValueError for rows that no kernel wrote to their end.
@@ -320,7 +319,7 @@ def decode(buffer: np.ndarray, *, name: str = "", n_layers: int) -> Trace:
     spans = np.concatenate(tables)
     return Trace(
         name,
-        n_layers,
+        walk,
         spans[_outer_first(spans)],
         np.array(in_phases, PHASE),
         roles / 1e3,
@@ -401,7 +400,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of all layers, means over them in microseconds."""
+    """One phase of all layers that have it, means over them in microseconds."""
 
     name: str
     us: float  # from the last CTA's end of the phase before to that of this one
@@ -434,15 +433,15 @@ def phases(trace: Trace) -> list[Phase]:
     A CTA has ended a phase when it stored its last result, and computes in the next one when what
     it waited for lies in its shared memory, mean over the CTAs. Attention does not need all of qkv.
     """
-    count = len(PHASES) * trace.n_layers + 1
+    count = len(trace.walk)
     ends = np.full((count, trace.ctas), np.nan)
     starts = np.full((count, trace.ctas), np.nan)
     last, first = _of(trace, _HANDING_ON), _of(trace, _COMPUTING)
     np.fmax.at(ends, (last["phase"], last["cta"]), last["end_us"])
     np.fmin.at(starts, (first["phase"], first["cta"]), first["begin_us"])
     found = []
-    for which, name in enumerate((*PHASES, HEAD)):
-        numbers = range(which, count - 1, len(PHASES)) if name != HEAD else range(count - 1, count)
+    for name in (*plan.PHASES, plan.HEAD):
+        numbers = [i for i, (_, phase) in enumerate(trace.walk) if phase == name]
         there = [p for p in numbers if np.isfinite(ends[p]).any()]
         if not there:
             continue
@@ -469,8 +468,7 @@ def _of(trace: Trace, activities: Sequence[str]) -> np.ndarray:
     """Return the spans of some activities that lie in a phase of the model."""
     spans = trace.spans
     chosen = [layout().activities.index(name) for name in activities]
-    phases_there = len(PHASES) * trace.n_layers + 1
-    inside = (spans["phase"] >= 0) & (spans["phase"] < phases_there)
+    inside = (spans["phase"] >= 0) & (spans["phase"] < len(trace.walk))
     return spans[inside & np.isin(spans["activity"], chosen)]
 
 

@@ -189,8 +189,9 @@ class _Filling:
             self._pack(field, index, array)
         else:
             place = self._place(field, index, array.size, array).reshape(array.shape)
-            with device.on_device_of(array):
-                place[...] = array
+            with jit.unrecorded() as runs, device.on_device_of(array):
+                if runs:  # as what packs does
+                    place[...] = array
             setattr(made.layers[index], field, place)
 
     def weights(self, *, tied: bool) -> Weights:

@@ -11,15 +11,18 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from itertools import pairwise, takewhile
 
-from cufuse import pack
+from cufuse import pack, weights
 from cufuse.plan import (
     PANEL_GROUPS,
     Attend,
+    AwaitChoice,
+    Choose,
     Draw,
     Event,
     Fill,
     Finish,
     Gather,
+    Leave,
     Multiply,
     Plan,
     Publish,
@@ -27,7 +30,7 @@ from cufuse.plan import (
     Words,
 )
 
-NORMED = ("qkv", "gate_up", "head")  # the finisher scales their sums
+NORMED = ("qkv", "router", "experts", "gate_up", "head")  # the finisher scales their sums
 PARTIALS = 4  # panels whose sums are on their way: DecodeShape::kPartials
 
 
@@ -45,7 +48,10 @@ def check_whole(what: object, spans: list[tuple[int, int]], end: int) -> None:
 
 
 def check_coverage(plan: Plan) -> None:
-    """Every byte of the weights and the cache is read once a token, every output written once."""
+    """Every byte of the weights and the cache is read once a token, every output written once.
+
+    Of the experts those that a token goes to.
+    """
     c = plan.config
     for token in range(plan.n_tokens):
         check_reads(plan, token)
@@ -64,25 +70,23 @@ def check_coverage(plan: Plan) -> None:
 
 def check_reads(plan: Plan, token: int) -> None:
     c = plan.config
-    weights = defaultdict(list)
+    read = defaultdict(list)
     cache = defaultdict(list)
     for cta in range(plan.tile.ctas):
         for event in plan.filler(cta):
             if type(event) is not Fill or event.step.token != token:
                 continue
-            size = event.size_bytes // len(event.arrays)
+            size = event.size_bytes // len(event.arrays) // event.rows
+            assert event.offset % 16 == size % 16 == event.pitch % 16 == 0, "copies of 16 bytes"
+            starts = [event.offset + row * event.pitch for row in range(event.rows)]
             for array in event.arrays:
-                assert event.offset % 16 == size % 16 == 0, "bulk copies are of 16 bytes"
-                found = cache if event.step.phase == "attention" else weights
-                found[array].append((event.offset, event.offset + size))
+                found = cache if event.step.phase == "attention" else read
+                found[array] += [(start, start + size) for start in starts]
             room = plan.tile.stage_bytes
             assert event.size_bytes <= room, f"{event.size_bytes} bytes in a stage of {room}"
-    for phase in ("qkv", "output", "gate_up", "down", "head"):
-        array, n, k, gated = plan.product(phase)
-        size = pack.packed_size(n, k, plan.dtype, gated=gated) * plan.itemsize
-        if phase != "head" or plan.has_logits(token):
-            check_whole(array, weights.pop(array), size * (1 if phase == "head" else c.n_layers))
-    assert not weights, f"{list(weights)} nobody has asked for"
+    for array, spans in wanted_reads(plan, token).items():
+        check_spans(array, read.pop(array, []), spans)
+    assert not read, f"{list(read)} nobody has asked for"
     row = c.head_dim * plan.itemsize
     position = plan.context + token
     for array, spans in cache.items():
@@ -106,6 +110,69 @@ def check_reads(plan: Plan, token: int) -> None:
     assert set(cache) == ({"k_cache", "v_cache"} if sees else set())
 
 
+def wanted_reads(plan: Plan, token: int) -> dict[str, list[tuple[int, int]]]:
+    """Bytes of each array that a token needs, by where weights.py puts the fields of layers."""
+    c, found = plan.config, defaultdict(list)
+
+    def packed(array: str, layer: int, n: int, k: int, *, gated: bool = False) -> None:
+        size = pack.packed_size(n, k, plan.dtype, gated=gated)
+        found[array].append((layer * size, (layer + 1) * size))
+
+    def rows(field: str, layer: int, n: int, k: int, of: tuple[int, ...] = (), all_of: int = 1):
+        array, first, _ = weights.stack_place(c, field, layer, all_of * n * k)
+        for i in of or (0,):
+            found[array].append((first + i * n * k, first + (i + 1) * n * k))
+
+    for layer in range(c.n_layers):
+        packed("qkv", layer, plan.qkv_dim, c.dim)
+        packed("out", layer, c.dim, c.q_dim)
+        if not c.n_experts:
+            packed("gate_up", layer, c.hidden_dim, c.dim, gated=True)
+            packed("down", layer, c.dim, c.hidden_dim)
+        elif not c.is_moe_layer(layer):
+            rows("gate", layer, c.dense_hidden_dim, c.dim)
+            rows("up", layer, c.dense_hidden_dim, c.dim)
+            rows("down", layer, c.dim, c.dense_hidden_dim)
+        else:
+            rows("router", layer, c.n_experts, c.dim)
+            if c.shared_gated:
+                rows("shared_router", layer, 1, c.dim)
+            chosen = plan.chosen(token, layer)
+            assert len(set(chosen)) == c.n_experts_per_token and list(chosen) == sorted(chosen)
+            for field, n, k in (
+                ("gate", c.hidden_dim, c.dim),
+                ("up", c.hidden_dim, c.dim),
+                ("down", c.dim, c.hidden_dim),
+            ):
+                rows(field, layer, n, k, chosen, c.n_experts)
+            if c.shared_hidden_dim:
+                rows("shared_gate", layer, c.shared_hidden_dim, c.dim)
+                rows("shared_up", layer, c.shared_hidden_dim, c.dim)
+                rows("shared_down", layer, c.dim, c.shared_hidden_dim)
+    if plan.has_logits(token):
+        packed("head", 0, c.vocab_size, c.dim)
+    size = plan.itemsize
+    return {
+        array: [(first * size, last * size) for first, last in spans]
+        for array, spans in found.items()
+    }
+
+
+def check_spans(what: str, spans: list[tuple[int, int]], wanted: list[tuple[int, int]]) -> None:
+    """Spans make up those wanted, each byte once."""
+    spans = sorted(spans)
+    at = 0
+    for first, last in sorted(wanted):
+        behind = at
+        while behind < len(spans) and spans[behind][0] < last:
+            behind += 1
+        its = [(a - first, b - first) for a, b in spans[at:behind]]
+        assert not its or its[0][0] >= 0, f"{what}: [{spans[at][0]}, {first}) is nobody's"
+        check_whole(what, its, last - first)
+        at = behind
+    assert at == len(spans), f"{what}: {spans[at]} is nobody's"
+
+
 def check_writes(plan: Plan, token: int) -> None:
     c = plan.config
     written = defaultdict(list)
@@ -120,10 +187,17 @@ def check_writes(plan: Plan, token: int) -> None:
                         written[words.region, words.tag % c.n_layers].append(words[1:3])
     heads = [(layer, head) for layer in range(c.n_layers) for head in range(c.n_kv_heads)]
     assert appended == Counter(heads), "the cache's new rows"
-    sizes = {"qkv": plan.qkv_dim, "middle": c.dim, "hidden": c.hidden_dim, "x": c.dim}
+    normed = c.qk_norm == "full"
     for layer in range(c.n_layers):
+        sizes = {"qkv": plan.qkv_dim, "middle": c.dim, "x": c.dim}
+        sizes["squares"] = (c.q_dim + c.kv_dim) // 16 if normed else 0
+        if c.is_moe_layer(layer):
+            sizes["router"] = c.n_experts + c.shared_gated
+            sizes["hidden"] = c.shared_hidden_dim + c.n_experts_per_token * c.hidden_dim
+        else:
+            sizes["hidden"] = c.layer_hidden_dim(layer)
         for region, size in sizes.items():
-            check_whole((region, layer), written.pop((region, layer)), size)
+            check_whole((region, layer), written.pop((region, layer), []), size)
         count = plan.split(token, layer).n_splits
         many = {"attention": c.q_dim}
         if count > 1:
@@ -171,8 +245,9 @@ class Dependencies:
     """Which reads every write comes after, whatever the order of CTAs: a set of bits each.
 
     An edge goes from an event to the next one of its role, from words to who waits for them, from a
-    fill to who takes it and from a panel's sums to who finishes them. The room in the ring and in
-    the sums' buffers is left out: what holds without it holds for any ring.
+    fill to who takes it, from a choice to who waits for it and from a panel's sums to who finishes
+    them. The room in the ring, in the sums' buffers and for the next choice is left out: what holds
+    without it holds for any ring.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -184,6 +259,7 @@ class Dependencies:
         self._whole: dict[Words, int] = {}
         self._fills: dict[int, list[int]] = defaultdict(list)
         self._sums: dict[tuple, int] = {}
+        self._choices: dict[int, list[int]] = defaultdict(list)
         agents = []
         for cta in range(plan.tile.ctas):
             roles = (self._fill, plan.filler), (self._multiply, plan.multiplier)
@@ -232,6 +308,9 @@ class Dependencies:
         for event in events:
             if type(event) is Wait:
                 before = yield from self._read("filler", cta, event.words, before)
+            elif type(event) is Choose:
+                before = yield from self._read("choosing", cta, event.words, before)
+                self._choices[cta].append(before)
             else:
                 self._fills[cta].append(before)
 
@@ -273,6 +352,10 @@ class Dependencies:
                 before |= self._sums[cta, event.step, event.tile]
             elif type(event) is Wait:
                 before = yield from self._read("finisher", cta, event.words, before)
+            elif type(event) is AwaitChoice:
+                while len(self._choices[cta]) < event.number:
+                    yield True
+                before |= self._choices[cta][event.number - 1]
             else:
                 self._write(published(event), before)
 
@@ -314,6 +397,8 @@ class Cta:
         self.gathered: Counter[object] = Counter()  # groups that have gathered for a step
         self.arrived: Counter[int] = Counter()  # groups that have stored the sums of a panel
         self.finished = 0
+        self.made = self.left = 0  # choices, and those that the finisher has left
+        self.chosen = -1  # the tag of the last one
 
 
 Agent = Iterator[tuple[str, Callable[[], bool]]]
@@ -354,11 +439,24 @@ class Simulation:
             if its.region != "logits" or self.plan.filtered:
                 self.words.update((unit, its.tag) for unit in units(its))
 
+    def check_choice(self, number: int, cta: Cta, event: Finish) -> None:
+        """What a finisher reads is still the choice of its layer."""
+        step = event.step
+        wanted = self.plan.tag(step.token, step.layer)
+        reads = step.phase == "combine" or self.plan.is_routed(step, event.tile, 0)
+        if reads and cta.chosen != wanted:
+            raise Stuck(f"finisher {number} finds the choice of {cta.chosen}, not of {wanted}")
+
     def filler(self, number: int, cta: Cta) -> Agent:
         tile = self.plan.tile
         for event in self.plan.filler(number):
             if type(event) is Wait:
                 yield from self.wait(event.words)
+                continue
+            if type(event) is Choose:
+                yield from self.wait(event.words)
+                yield "the choice before to be left", lambda: cta.left == cta.made
+                cta.made, cta.chosen = cta.made + 1, event.words[0].tag
                 continue
             i = cta.filled
             yield "room in the ring", lambda i=i: i < tile.stages or i - tile.stages in cta.released
@@ -453,7 +551,14 @@ class Simulation:
                 if step.phase in NORMED:
                     yield "squares", lambda step=step: cta.gathered[step] == PANEL_GROUPS
                 yield "sums", lambda groups=groups: cta.arrived[cta.finished] == groups
+                self.check_choice(number, cta, event)
                 cta.finished += 1
+            elif type(event) is AwaitChoice:
+                # A barrier tells even phases from odd ones, and no more.
+                apart = lambda number=event.number: (cta.made - number) % 2 == 0  # noqa: E731
+                yield f"choice {event.number}", apart
+            elif type(event) is Leave:
+                cta.left += 1
             elif type(event) is Wait:
                 yield from self.wait(event.words)
             else:

@@ -259,12 +259,9 @@ def test_decode_table_has_a_row_for_each_engine(model):
         "--model", model, "--device", "cpu", "-d", "8", "-n", "2", "-r", "1", "-o", "jsonl"
     )
     made = {row["engine"]: row for row in found(result)}
-    assert set(made) == {"reference", "unfused", "fused"} | ({"mega"} if model == "tiny" else set())
-    if model == "tiny":
-        assert made["mega"]["launches_per_token"] == 1
-        assert 0 < made["mega"]["moved_bytes"] <= made["fused"]["moved_bytes"]
-    else:
-        assert "engine mega: tiny-moe has experts; use engine fused; left out" in result.stderr
+    assert set(made) == {"reference", "unfused", "fused", "mega"}
+    assert made["mega"]["launches_per_token"] == 1
+    assert 0 < made["mega"]["moved_bytes"] <= made["fused"]["moved_bytes"]
     assert made["fused"]["launches_per_token"] < made["unfused"]["launches_per_token"] / 2
     assert 0 < made["fused"]["moved_bytes"] < made["unfused"]["moved_bytes"]
     assert made["reference"]["tok_s"] > 0 and made["reference"]["test"] == "tg2 @ d8"
@@ -403,11 +400,6 @@ def test_plot(tmp_path):
         (("linear", "--size", "a"), 2, "numbers such as"),
         (("decode", "--size", "1x1x1"), 2, "--size needs the name of one op"),
         (("decode", "-e", "turbo"), 2, "'turbo' is not one of"),
-        (
-            ("-m", "tiny-moe", "-e", "mega"),
-            4,
-            "engine mega: tiny-moe has experts; use engine fused",
-        ),
         (("-m", "minilm", "-e", "mega"), 4, "engine mega: minilm has layernorm; use engine fused"),
         (("-m", "tiny", "-e", "mega", "-b", "2"), 4, "the batch is 2, wanted 1; use engine fused"),
         (("decode", "--dtype", "int4"), 2, "wanted one of bfloat16"),

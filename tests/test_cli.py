@@ -124,7 +124,7 @@ def test_encoder_exits_4(cufuse):
 @pytest.mark.parametrize(
     ("model", "place", "sentence"),
     [
-        ("tiny-moe", "cpu-kernels", "engine mega: tiny-moe has experts; use engine fused"),
+        ("minilm", "cpu-kernels", "minilm is an encoder"),
         ("tiny", "cpu", "engine mega: the model has NumPy arrays .*; use engine reference"),
     ],
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import mixture_oracle
 import numpy as np
 import pytest
 from conftest import DTYPES, _to_gpu, relative_error, to_numpy
@@ -24,6 +25,7 @@ from cufuse.weights import Weights
 MEGA, FUSED = engines.get("mega"), engines.get("fused")
 BOTH = pytest.mark.parametrize("engine", [MEGA, FUSED], ids=["mega", "fused"])
 FAMILIES = ("llama", "qwen3", "interleaved", "mistral")
+MIXTURES = ("olmoe", "mixtral", "gpt-oss", "qwen2-moe", "deepseek-moe")
 
 
 # ---- small models -------------------------------------------------------------------------------
@@ -65,9 +67,9 @@ def _case(kind: str, name: str, dtype: str, n_layers: int) -> Case:
     return Case(to, host, host.map(to))
 
 
-def _cases(*on_twin: tuple[str, str, int]) -> Any:
+def _cases(*on_twin: tuple[str, str, int], names: tuple[str, ...] = FAMILIES) -> Any:
     """Fixture values: what the twin takes the time for, and everything on a GPU."""
-    on_gpu = [(name, dtype, 2) for name in FAMILIES for dtype in DTYPES]
+    on_gpu = [(name, dtype, 2) for name in names for dtype in DTYPES]
     return [
         pytest.param((kind, *values), marks=mark, id=f"{kind}-{values[0]}-{values[1]}")
         for kind, mark, chosen in (
@@ -86,6 +88,12 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture(params=_cases(("interleaved", "fp16", 1)))
 def one_case(request: pytest.FixtureRequest) -> Case:
     """One model on the twin, the same in all tests that take it: it is compiled once."""
+    return _case(*request.param)
+
+
+@pytest.fixture(params=_cases(("interleaved", "fp16", 1), names=(*FAMILIES, *MIXTURES)))
+def any_case(request: pytest.FixtureRequest) -> Case:
+    """The same on the twin, and mixtures too on a GPU: for what is compared with no oracle."""
     return _case(*request.param)
 
 
@@ -115,8 +123,8 @@ def test_mega_and_fused_give_the_same_bits_behind_a_prompt(case, rng):
             assert state.length == int(to_numpy(state.start)[0]) == i + 1
 
 
-def test_several_tokens_in_a_launch_give_the_bits_of_one_by_one(one_case, rng):
-    case, n, given = one_case, one_case.n_tokens + 1, 2
+def test_several_tokens_in_a_launch_give_the_bits_of_one_by_one(any_case, rng):
+    case, n, given = any_case, any_case.n_tokens + 1, 2
     tokens = case.tokens(rng, given)
     together, apart = case.state(), case.state()
     ids = case.to(np.full(n, -1, np.int32))
@@ -159,8 +167,8 @@ def test_all_logits_of_a_launch_are_those_of_one_by_one(rng, name):
     [Sampling(), Sampling(0.7, seed=11), Sampling(0.0, top_k=5), Sampling(1.3, top_p=0.9, seed=3)],
     ids=["greedy", "temperature", "greedy of 5", "top-p"],
 )
-def test_ids_are_those_that_ops_draw(one_case, rng, engine, sampling):
-    case = one_case
+def test_ids_are_those_that_ops_draw(any_case, rng, engine, sampling):
+    case = any_case
     state, token = case.state(), case.to(case.tokens(rng, 1))
     n = case.n_tokens
     if engine is MEGA and n == 2:
@@ -174,8 +182,8 @@ def test_ids_are_those_that_ops_draw(one_case, rng, engine, sampling):
         assert sampling.temperature or int(to_numpy(wanted)[0]) == likeliest
 
 
-def test_several_tokens_in_a_launch_draw_with_filters_as_one_by_one(one_case, rng):
-    case, n, given = one_case, one_case.n_tokens + 2, 2
+def test_several_tokens_in_a_launch_draw_with_filters_as_one_by_one(any_case, rng):
+    case, n, given = any_case, any_case.n_tokens + 2, 2
     sampling = Sampling(1.5, top_k=40, top_p=0.9, min_p=0.01, seed=int(rng.integers(2**63)))
     tokens = case.tokens(rng, given)
     together, apart = case.state(), case.state()
@@ -318,10 +326,14 @@ def test_fused_draws_for_what_these_kernels_do_not_take(to_kernels, rng):
 # ---- launches -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_layers", [1, 3])
-def test_mega_launches_once_and_fused_once_a_phase(n_layers):
-    case = _case("twin", "qwen3", "bf16", n_layers)
-    for engine, wanted in ((MEGA, 1), (FUSED, 5 * n_layers + 1)):
+@pytest.mark.parametrize(
+    ("name", "n_layers", "phases"),
+    [("qwen3", 1, 6), ("qwen3", 3, 16), ("qwen2-moe", 2, 13), ("deepseek-moe", 3, 18)],
+)
+def test_mega_launches_once_and_fused_once_a_phase(name, n_layers, phases):
+    case = _case("twin", name, "bf16", n_layers)
+    c = case.config
+    for engine, wanted in ((MEGA, 1), (FUSED, phases)):
         state = State(case.weights, capacity=8)
         state.length = 4
         with jit.record(dry=True) as record:
@@ -336,7 +348,12 @@ def test_mega_launches_once_and_fused_once_a_phase(n_layers):
             assert len(drawing.launches) == wanted
         # Both read the same: what is packed here has whole panels of 16 rows.
         assert record.size_bytes == _decode.size_bytes(case.weights, _at(state, 4), 1)
-        assert record.size_bytes > case.weights.size_bytes - case.weights.embedding.nbytes
+        unread = case.weights.embedding.nbytes
+        if c.n_experts:
+            layers = [layer for layer in case.weights.layers if layer.router is not None]
+            experts = sum(a.nbytes for layer in layers for a in (layer.gate, layer.up, layer.down))
+            unread += experts * (c.n_experts - c.n_experts_per_token) // c.n_experts
+        assert record.size_bytes > case.weights.size_bytes - unread
 
 
 def _at(state: State, length: int) -> State:
@@ -354,6 +371,24 @@ def test_a_step_takes_the_weights_as_they_lie():
         assert device.address(arrays[name]) == device.address(getattr(layer, name).array)
     assert device.address(arrays["head"]) == device.address(case.weights.head.array)
     assert arrays["sinks"] is None and arrays["qkv_bias"] is None
+
+
+@pytest.mark.parametrize(("name", "kept"), [("deepseek-moe", 2), ("qwen2-moe", 1)])
+def test_a_cut_mixture_reads_the_first_layers(name, kept):
+    whole = _case("twin", name, "bf16", 3).weights
+    c = whole.config.cut(kept)
+    cut = dataclasses.replace(whole, config=c, layers=whole.layers[:kept])
+    alone = louder(weights.random(c, dtype=DTYPES["bf16"], kind="numpy")).map(device.twin)
+    wanted = _decode.arrays(alone)
+    for name, array in _decode.arrays(cut).items():
+        assert (array is None) == (wanted[name] is None), name
+        if array is not None:
+            got = getattr(array, "array", array)
+            np.testing.assert_array_equal(
+                to_numpy(got).ravel(), to_numpy(wanted[name]).ravel(), err_msg=name
+            )
+        if array is not None and name in whole.stacks:
+            assert device.address(array) == device.address(whole.stacks[name])
 
 
 def test_a_cut_model_reads_the_first_layers(rng):
@@ -446,7 +481,6 @@ def test_mega_names_what_it_does_not_take():
             MEGA.step(made, state, state.tokens)
         assert state.length == 0
 
-    wanted("olmoe", device.twin, "engine mega: olmoe has experts; use engine fused")
     wanted("bert", device.twin, "engine mega: bert has layernorm; use engine fused")
     wanted("llama", device.twin, "engine mega: the batch is 2, wanted 1; use engine fused", batch=2)
     wanted("llama", np.asarray, "engine mega: the model has NumPy arrays .* use engine reference")
@@ -487,18 +521,23 @@ def check_at(
     to: Callable[[Any], Any] = _to_gpu,
     n: int = 3,
 ) -> None:
-    """Some tokens behind a random cache: float64, and the same bits however they are launched."""
+    """Some tokens behind a random cache: float64, and the same bits however they are launched.
+
+    Of a mixture float64 goes to the experts that the kernel chose.
+    """
     config = made.config
     there = made.map(to)
     shape = State(made, capacity=context + n).all_keys.shape
     keys, values = (rng.standard_normal(shape, np.float32).astype(made.dtype) for _ in range(2))
 
-    exact = made.map(lambda array: array.astype(np.float64))
-    state = _at(State(exact, capacity=context + n), context)
-    state.all_keys[...], state.all_values[...] = keys, values
-    state.start[...] = context
     tokens = rng.integers(0, config.vocab_size, (1, n)).astype(np.int32)
-    wanted = engines.get("reference").step(exact, state, tokens, all_logits=True)
+
+    def oracle() -> np.ndarray:
+        exact = made.map(lambda array: array.astype(np.float64))
+        state = _at(State(exact, capacity=context + n), context)
+        state.all_keys[...], state.all_values[...] = keys, values
+        state.start[...] = context
+        return engines.get("reference").step(exact, state, tokens, all_logits=True)
 
     def again() -> State:
         state = _at(State(there, capacity=context + n), context)
@@ -509,7 +548,15 @@ def check_at(
         return state
 
     state = again()
+    if config.n_experts:
+        mixture_oracle.forget(state, n)
     together = to_numpy(MEGA.step(there, state, to(tokens), all_logits=True))
+    if config.n_experts:
+        experts = mixture_oracle.chosen(state, n)
+        with mixture_oracle.follows(config, experts, made.dtype):
+            wanted = oracle()
+    else:
+        wanted = oracle()
     for i in range(n):
         assert relative_error(together[0, i], wanted[0, i]) < LOGITS[made.dtype.name]
     filled = caches(state)
@@ -518,6 +565,8 @@ def check_at(
         for i in range(n):
             one = engine.step(there, state, to(tokens[:, i : i + 1].copy()))
             assert bits(one) == together[:, i].tobytes(), f"{engine.__name__}, token {i}"
+            if config.n_experts:
+                assert mixture_oracle.chosen(state, 1).tolist() == experts[i : i + 1].tolist()
         assert caches(state) == filled
 
 

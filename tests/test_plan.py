@@ -20,12 +20,13 @@ from cufuse import config, jit, plan, tiles
 from cufuse.cli import main
 from cufuse.config import Config
 from cufuse.engines import _decode
-from cufuse.plan import Gather, Plan, Publish, Wait
+from cufuse.plan import AwaitChoice, Choose, Finish, Gather, Leave, Plan, Publish, Wait, Words
 from cufuse.tiles import DecodeTile
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 HOPPER = plan.target("90a", 132)
 
+MIXTURES = ("tiny-moe", "olmoe-1b-7b", "qwen3-30b-a3b")
 DENSE = ("tiny", "smollm2-135m", "qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b")
 # Odd sizes: K that is no whole tile, a last panel of half its rows, three layers with a window on
 # every second, a vocabulary that is no multiple of 16, more KV heads than some grids have CTAs.
@@ -44,6 +45,78 @@ SMALL = {
         config.preset("tiny"), hidden_dim=64, n_layers=1, vocab_size=1024
     ),
 }  # fmt: skip
+# A norm over all heads; biases, clamps and a router with a bias; a shared expert with a gate and
+# parts of K narrower than it, of more logits than panels of the experts alone; groups, sigmoids, a
+# dense layer among others and experts of which no CTA of some grids has any.
+MIXED = {
+    "full norm": dataclasses.replace(
+        config.preset("tiny-moe"),
+        dim=72,
+        hidden_dim=40,
+        n_heads=6,
+        n_kv_heads=2,
+        head_dim=16,
+        vocab_size=507,
+        n_experts=6,
+    ),
+    "biased": dataclasses.replace(
+        config.preset("tiny-moe"),
+        dim=40,
+        hidden_dim=88,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=16,
+        vocab_size=401,
+        n_layers=3,
+        n_experts=3,
+        n_experts_per_token=1,
+        router="topk_softmax",
+        router_bias=True,
+        mlp_bias=True,
+        swiglu_limit=7.0,
+        qk_norm="none",
+        window=40,
+        window_every=2,
+    ),
+    "shared": dataclasses.replace(
+        config.preset("tiny-moe"),
+        dim=64,
+        hidden_dim=96,
+        vocab_size=507,
+        n_experts=16,
+        n_experts_per_token=2,
+        shared_hidden_dim=240,
+        shared_gated=True,
+        qk_norm="none",
+    ),
+    "groups": dataclasses.replace(
+        config.preset("tiny-moe"),
+        dim=48,
+        hidden_dim=8,
+        vocab_size=800,
+        n_layers=4,
+        n_experts=12,
+        n_experts_per_token=3,
+        router="sigmoid_topk",
+        router_correction=True,
+        router_groups=4,
+        router_top_groups=2,
+        routed_scale=2.5,
+        shared_hidden_dim=16,
+        dense_layers=(0, 2),
+        dense_hidden_dim=104,
+        qk_norm="none",
+    ),
+    "all chosen": dataclasses.replace(
+        config.preset("tiny-moe"),
+        n_layers=1,
+        hidden_dim=24,
+        n_experts=4,
+        n_experts_per_token=4,
+        vocab_size=401,
+    ),
+}
+SMALL |= MIXED
 CONTEXTS = (0, 1, 63, 64, 65, 511, 8191, 32768)
 
 
@@ -67,7 +140,7 @@ def test_every_byte_is_read_once_and_every_row_written_once(name, ctas, context)
 
 
 @pytest.mark.parametrize("context", [0, 64, 511, 8191])
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
 def test_presets_are_covered(name, context):
     check_coverage(on_hopper(config.preset(name).cut(1), context))
 
@@ -160,7 +233,7 @@ def test_ctas_have_about_as_many_bytes(name):
 
 
 @pytest.mark.parametrize("context", [0, 511, 8191])
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
 def test_ctas_have_as_many_tiles_a_token_but_for_one(name, context):
     made = on_hopper(config.preset(name), context)
     counts = [
@@ -193,7 +266,7 @@ def test_no_words_are_overwritten_before_all_have_read_them(name, ctas, context,
 
 @LAUNCHES
 @pytest.mark.parametrize("context", [511])
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
 def test_no_words_of_presets_are_overwritten_before_all_have_read_them(name, context, options):
     assert lapped(on_hopper(config.preset(name).cut(2), context, **options)) == []
 
@@ -335,6 +408,56 @@ def test_a_simulation_finds_who_is_lapped():
     assert "appended" in stuck(small("narrow", 16, 200, OnePlace, **DRAWN))
 
 
+class AwaitsEarly(Plan):
+    """A finisher waits for the choice before what is shared, of which the ring is full."""
+
+    def finisher(self, cta):
+        events, first = [], None
+        for event in super().finisher(cta):
+            if type(event) is Finish and event.step.phase == "experts" and first is None:
+                first = len(events)
+            if type(event) is AwaitChoice and first is not None:
+                events.insert(first, event)
+            else:
+                events.append(event)
+            if type(event) in (Leave, AwaitChoice):
+                first = None
+        return iter(events)
+
+
+def test_what_is_shared_waits_for_no_choice():
+    assert stuck(small("shared", 1, 0)) == ""
+    assert "room in the ring" in stuck(small("shared", 1, 0, AwaitsEarly), 1)
+
+
+class NeverLeaves(Plan):
+    """A finisher does not say that it needs a choice no more."""
+
+    def finisher(self, cta):
+        return (event for event in super().finisher(cta) if type(event) is not Leave)
+
+
+def test_a_choice_that_is_never_left_is_found():
+    assert "the choice before to be left" in stuck(small("full norm", 3, 0, NeverLeaves), 1)
+
+
+class TakesPartForNobody(Plan):
+    """A CTA without any of the experts looks at the router's logits, and publishes nothing."""
+
+    def filler(self, cta):
+        yield from super().filler(cta)
+        for step in self.steps:
+            if step.phase == "router" and cta == self.tile.ctas - 1:
+                tag = self.tag(step.token, step.layer)
+                yield Choose((Words("router", 0, self.router_logits, tag),))
+
+
+def test_who_looks_at_logits_and_has_no_part_in_what_follows_is_found():
+    assert lapped(small("groups", 50, 0, **DRAWN)) == []
+    made = small("groups", 50, 0, TakesPartForNobody, **DRAWN)
+    assert any("router" in who for who in lapped(made))
+
+
 class LostStage(Plan):
     """One stage is never filled."""
 
@@ -354,12 +477,20 @@ POSITIONS = sorted(
 )
 WINDOWS = (0, 1, 40, 64, 128, 4096)
 SHAPES = {
-    "tiny": (config.preset("tiny"), np.float32, DecodeTile(4, 5, 8192, 2, 1, "bulk", 2)),
-    "window": (SMALL["window"], bfloat16, DecodeTile(3, 6, 4096, 3, 2, "bulk", 1)),
+    "tiny": (config.preset("tiny"), np.float32, DecodeTile(4, 6, 8192, 2, 1, "bulk", 2)),
+    "full norm": (SMALL["full norm"], np.float32, DecodeTile(4, 6, 8192, 2, 1, "bulk", 2)),
+    "shared": (SMALL["shared"], bfloat16, DecodeTile(3, 7, 4096, 3, 2, "bulk", 1)),
+    "groups": (SMALL["groups"], np.float16, DecodeTile(5, 7, 4096, 3, 2, "bulk", 1)),
+    "olmoe": (config.preset("olmoe-1b-7b"), bfloat16, None),
+    "mixtral": (config.preset("mixtral-8x7b"), bfloat16, None),
+    "window": (SMALL["window"], bfloat16, DecodeTile(3, 7, 4096, 3, 2, "bulk", 1)),
     "many heads": (SMALL["many heads"], np.float16, DecodeTile(24, 7, 8192, 2, 2, "bulk", 4)),
     "llama": (config.preset("llama-3.2-1b"), bfloat16, None),
     "qwen": (config.preset("qwen3-0.6b"), bfloat16, None),
 }
+
+
+PRODUCTS = [*(p for p in plan.PHASES if p != "attention"), plan.HEAD]
 
 
 @pytest.mark.cpu_kernels
@@ -371,8 +502,9 @@ def test_kernel_has_the_same_sizes_and_cuts(to_kernels, name):
     asked = [(position, window) for position in POSITIONS for window in WINDOWS]
     outs = {
         "sizes": np.full(7, -1, np.int32),
-        "regions": np.full(12, -1, np.int32),
-        "cuts": np.full((3, 6), -1, np.int32),
+        "regions": np.full(14, -1, np.int32),
+        "panels": np.full(len(PRODUCTS), -1, np.int32),
+        "cuts": np.full((len(PRODUCTS), 7), -1, np.int32),
         "positions": np.array([position for position, _ in asked], np.int32),
         "windows": np.array([window for _, window in asked], np.int32),
         "splits": np.full((len(asked), 6), -1, np.int32),
@@ -399,7 +531,11 @@ def test_kernel_has_the_same_sizes_and_cuts(to_kernels, name):
     regions = tiles.decode_regions(c, dtype, tile).values()
     assert got["regions"] == [0, *np.cumsum(list(regions)).tolist()]
     assert got["regions"][-1] == tiles.decode_words(c, dtype, tile)
-    assert got["cuts"] == [list(made.cut(phase)) for phase in ("qkv", "output", "down")]
+    there = {phase for _, phase in plan.walk(c)}
+    for i, phase in enumerate(PRODUCTS):
+        if phase in there:
+            assert got["panels"][i] == made.panels(phase), phase
+            assert got["cuts"][i] == list(made.cut(phase)), phase
     assert got["splits"] == [
         list(
             plan.split_cache(
@@ -433,7 +569,7 @@ def test_plan_in_print():
     found = json.loads(json.dumps(made.as_dict()))
     assert found["launches"] == 1 and found["hand_offs"] == 16 * 5 + 1
     rows = {row["phase"]: row for row in found["phases"]}
-    assert list(rows) == [*plan.PHASES, "head"]
+    assert list(rows) == [*plan.layer_phases(config.preset("llama-3.2-1b"), 0), plan.HEAD]
     assert rows["qkv"]["tiles"] == 3072 // 16 and rows["head"]["tiles"] == 128256 // 16
     weights = sum(
         row["tiles"] * row["layers"] * made.cut(phase).size_bytes
@@ -489,7 +625,6 @@ def test_kernels_plans_for_another_gpu_context_and_dtype():
     [
         (["tinny"], 4, "did you mean tiny"),
         (["minilm"], 4, "minilm has layernorm"),
-        (["olmoe-1b-7b"], 4, "olmoe-1b-7b has experts"),
         (["tiny", "--context", "512"], 2, "the context of tiny is 512"),
         (["tiny", "--arch", "80,90a"], 2, "one --arch"),
         (["tiny", "--compile"], 2, "--plan goes with"),

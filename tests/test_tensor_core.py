@@ -222,7 +222,7 @@ SHARED_FAULTS = {
     "another swizzle in the descriptor": (
         "wgmma_descriptor<kSwizzle>(b",
         "wgmma_descriptor<64>(b",
-        WRONG,
+        f"{WRONG}|in the midst of 8 lines",
     ),
     "no swizzle in the stores": (
         "swizzle<kSwizzle>(row % 8 * kSwizzle + k % kLine * 2)",
@@ -240,6 +240,11 @@ SHARED_FAULTS = {
         "wgmma_descriptor<kSwizzle>(b, ",
         "1ull << 49 | wgmma_descriptor<kSwizzle>(b, ",
         "b's descriptor has a base offset",
+    ),
+    "a matrix off its alignment": (
+        "wgmma_descriptor<kSwizzle>(b, ",
+        "wgmma_descriptor<kSwizzle>(b + 128, ",
+        "b's descriptor starts in the midst of 8 lines",
     ),
     "garbage in the descriptor": (
         "wgmma_advance(from_b, ",

@@ -33,9 +33,20 @@ SMALLEST = Config(
     vocab_size=67,
     max_seq_len=64,
 )
+MIXTURE = dataclasses.replace(SMALLEST, name="mixture", n_experts=4, n_experts_per_token=2)
+WALKS = {
+    "one MLP": plan.walk(SMALLEST),
+    "experts": plan.walk(MIXTURE),
+    "both": plan.walk(
+        dataclasses.replace(MIXTURE, n_layers=3, dense_layers=(1,), dense_hidden_dim=48)
+    ),
+}
+WALK = WALKS["one MLP"]
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"])
+@pytest.mark.parametrize(
+    "name", ["smollm2-135m", "qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b", "olmoe-1b-7b"]
+)
 def test_no_register_is_spilled_for_a_trace(name):
     """On the GPU that traces are made for; what they cost would not be what they show."""
     c = configs.preset(name)
@@ -99,7 +110,7 @@ def test_clocks_of_different_sms_are_aligned(rng):
                 begins[cta] + late,
                 900 + begins[cta] - late,
             )
-    made = trace.decode(writer.buffer, n_layers=1)
+    made = trace.decode(writer.buffer, walk=WALK)
     assert made.spans.size == 8 * len(LAYOUT.roles)
     ends_apart = made.spans["end_us"].max() - made.spans["end_us"].min()
     assert ends_apart < 1.1
@@ -122,7 +133,7 @@ def test_spans_nest_and_know_their_phase(rng):
         ("merging", 11.0, 12.0),
     ]
     writer.row(1, "multiplier", spans)
-    made = trace.decode(writer.buffer, n_layers=1)
+    made = trace.decode(writer.buffer, walk=WALK)
     names = [LAYOUT.activities[a] for a in made.spans["activity"]]
     assert names == [
         "waiting for activations",
@@ -156,7 +167,7 @@ def test_only_the_span_around_loses_what_is_inside(rng):
         ("multiplying", 1.0, 10.0),
     ]
     writer.row(0, "multiplier", spans)
-    made = trace.decode(writer.buffer, n_layers=1)
+    made = trace.decode(writer.buffer, walk=WALK)
     names = [LAYOUT.activities[a] for a in made.spans["activity"]]
     assert names == ["multiplying", "waiting for weights", "merging", "waiting for sums"]
     assert made.spans["own_us"] == pytest.approx([3.0, 2.0, 2.0, 2.0], abs=0.01)
@@ -172,7 +183,7 @@ def test_a_clock_that_wraps_is_unwrapped(rng, wraps_at_us):
     for cta in range(2):
         for role in LAYOUT.roles:
             writer.row(cta, role, spans)
-    made = trace.decode(writer.buffer, n_layers=1)
+    made = trace.decode(writer.buffer, walk=WALK)
     assert made.spans["cta"].tolist().count(1) == len(LAYOUT.roles)
     assert made.spans["begin_us"] == pytest.approx(400.0, abs=0.1)
     assert made.spans["end_us"] == pytest.approx(500.0, abs=0.1)
@@ -186,16 +197,16 @@ def test_a_launch_in_which_the_clock_comes_round_is_a_problem(rng):
     writer = Writer(2, rng)
     turn_us = (1 << LAYOUT.clock_bits) / CYCLES_PER_US
     writer.row(1, "filler", [], 0.0, turn_us - 1)
-    assert trace.decode(writer.buffer, n_layers=1).problem is None
+    assert trace.decode(writer.buffer, walk=WALK).problem is None
     writer.row(1, "filler", [], 0.0, turn_us + 1)
-    made = trace.decode(writer.buffer, n_layers=1)
+    made = trace.decode(writer.buffer, walk=WALK)
     assert re.match(r"a role took \d+ cycles and the clock of a span tells", made.problem or "")
 
 
 def test_spans_beyond_the_row_are_counted(rng):
     writer = Writer(1, rng)
     writer.row(0, "finisher", [("finishing", 1.0, 1.5)] * (CAPACITY + 100))
-    made = trace.decode(writer.buffer, n_layers=1)
+    made = trace.decode(writer.buffer, walk=WALK)
     assert made.spans.size == CAPACITY
     assert made.dropped == 100
     assert f"100 spans are missing: a role has room for {CAPACITY}" in (made.problem or "")
@@ -204,31 +215,32 @@ def test_spans_beyond_the_row_are_counted(rng):
 def test_a_buffer_that_no_traced_launch_wrote_is_refused(rng):
     writer = Writer(2, rng)
     with pytest.raises(ValueError, match=r"the buffer is \[2, 1, 8192\], wanted \[ctas, 3, 8192\]"):
-        trace.decode(writer.buffer[:, :1], n_layers=1)
+        trace.decode(writer.buffer[:, :1], walk=WALK)
     with pytest.raises(ValueError, match="of CTA 0 did not come to its end"):
-        trace.decode(np.zeros_like(writer.buffer), n_layers=1)
+        trace.decode(np.zeros_like(writer.buffer), walk=WALK)
     writer.buffer[1, LAYOUT.roles.index("finisher"), 4] = 0
     with pytest.raises(ValueError, match="the finisher of CTA 1 did not come to its end"):
-        trace.decode(writer.buffer, n_layers=1)
+        trace.decode(writer.buffer, walk=WALK)
     writer = Writer(2, rng)
     row = writer.buffer[0, LAYOUT.roles.index("filler")]
     row[0], row[LAYOUT.head] = 1, len(LAYOUT.activities)
     with pytest.raises(ValueError, match="the kernel and this cufuse differ"):
-        trace.decode(writer.buffer, n_layers=1)
+        trace.decode(writer.buffer, walk=WALK)
 
 
 # ---- what is made of it -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def layer(rng):
-    """One layer on three CTAs: a phase takes 10 us, and CTA i ends it i us late."""
-    writer = Writer(3, rng)
+@pytest.fixture(params=WALKS)
+def layers(rng, request):
+    """Some layers on three CTAs: a phase takes 10 us, and CTA i ends it i us late."""
+    writer, walk = Writer(3, rng), WALKS[request.param]
+    end = 10.0 * len(walk) + 40
     for cta in range(3):
         multiplier, finisher, filler = [], [], []
-        for phase in range(len(trace.PHASES) + 1):
-            at = 10.0 * phase
-            attends = phase == 1
+        for number, (_, phase) in enumerate(walk):
+            at = 10.0 * number
+            attends = phase == "attention"
             work = "attending" if attends else "multiplying"
             for spans in (multiplier, finisher, filler):
                 spans.append(next_phase(at))
@@ -241,38 +253,49 @@ def layer(rng):
             else:
                 finisher.append(("finishing", at + 5 + cta, at + 6 + cta))
             filler.append(("waiting for room", at + 1, at + 2))
-        writer.row(cta, "multiplier", multiplier, 0.0, 100.0)
-        writer.row(cta, "finisher", finisher, 0.0, 100.0)
-        writer.row(cta, "filler", filler, 0.0, 100.0)
-    return trace.decode(writer.buffer, name="a layer", n_layers=1)
+        writer.row(cta, "multiplier", multiplier, 0.0, end)
+        writer.row(cta, "finisher", finisher, 0.0, end)
+        writer.row(cta, "filler", filler, 0.0, end)
+    return trace.decode(writer.buffer, name="some layers", walk=walk)
 
 
-def test_shares_add_up_to_the_role(layer):
-    shares = trace.shares(layer)
+def test_shares_add_up_to_the_role(layers):
+    shares, phases = trace.shares(layers), len(layers.walk)
     for role in LAYOUT.roles:
         assert sum(s.percent for s in shares if s.role == role) == pytest.approx(100)
     found = {(s.role, s.activity): s.us for s in shares}
-    assert found["multiplier", "waiting for activations"] == pytest.approx(18, abs=0.1)
-    assert found["multiplier", "multiplying"] == pytest.approx(5 * 3, abs=0.1)
-    assert found["filler", "other"] == pytest.approx(94, abs=0.1)
+    attention = sum(phase == "attention" for _, phase in layers.walk)
+    assert found["multiplier", "waiting for activations"] == pytest.approx(3 * phases, abs=0.1)
+    assert found["multiplier", "multiplying"] == pytest.approx(3 * (phases - attention), abs=0.1)
+    assert found["filler", "other"] == pytest.approx(9 * phases + 40, abs=0.1)
 
 
-def test_phases_tell_skew_and_hand_off(layer):
-    phases = trace.phases(layer)
-    assert [p.name for p in phases] == [*trace.PHASES, trace.HEAD]
+def kinds(walk) -> list[str]:
+    """The phases that a walk comes through, as they are listed."""
+    there = {phase for _, phase in walk}
+    return [phase for phase in (*plan.PHASES, plan.HEAD) if phase in there]
+
+
+def test_phases_tell_skew_and_hand_off(layers):
+    phases = trace.phases(layers)
+    assert [p.name for p in phases] == kinds(layers.walk)
     for p in phases:
         assert p.skew_us == pytest.approx(2, abs=0.1)
         assert p.late_us == pytest.approx(1, abs=0.1)
-    assert [p.us for p in phases] == pytest.approx([8, 10, 10, 10, 10, 10], abs=0.1)
-    assert [p.hand_off_us for p in phases[:-1]] == pytest.approx([5] * 5, abs=0.1)
+        count = sum(phase == p.name for _, phase in layers.walk)
+        # The first one of all begins with the step.
+        wanted = 10 - 2 / count if p.name == "qkv" else 10
+        assert p.us == pytest.approx(wanted, abs=0.1)
+    assert [p.hand_off_us for p in phases[:-1]] == pytest.approx([5] * (len(phases) - 1), abs=0.1)
     assert phases[-1].hand_off_us is None
 
 
-def test_summary_names_everything(layer):
-    text = trace.summary(layer)
-    assert re.match(r"a layer: 100\.\d us, 3 CTAs, clocks aligned to 0\.\d\d us\n", text)
-    for word in (*LAYOUT.roles, *trace.PHASES, trace.HEAD, "waiting for activations", "other"):
+def test_summary_names_everything(layers):
+    text = trace.summary(layers)
+    assert re.match(r"some layers: [12]\d0\.\d us, 3 CTAs, clocks aligned to 0\.\d\d us\n", text)
+    for word in (*LAYOUT.roles, *kinds(layers.walk), "waiting for activations", "other"):
         assert re.search(rf"^\|.* {word} \|", text, re.MULTILINE), word
+    assert ("experts" in text) == any(phase == "experts" for _, phase in layers.walk)
 
 
 def check_chrome(found, ctas: int) -> None:
@@ -284,7 +307,7 @@ def check_chrome(found, ctas: int) -> None:
     complete = [e for e in events if e["ph"] == "X"]
     assert len(named) + len(complete) == len(events) and complete
     assert [e["ts"] for e in complete] == sorted(e["ts"] for e in complete)
-    names = {*LAYOUT.activities, trace.HEAD}
+    names = {*LAYOUT.activities, plan.HEAD}
     stacks: dict[tuple[int, int], list[float]] = {}
     for e in complete:
         assert e["name"] in names or re.fullmatch(r"layer \d+ \w+", e["name"])
@@ -299,22 +322,24 @@ def check_chrome(found, ctas: int) -> None:
         stack.append(end)
 
 
-def test_chrome_json_is_what_perfetto_reads(layer, tmp_path):
+def test_chrome_json_is_what_perfetto_reads(layers, tmp_path):
     path = tmp_path / "trace.json"
-    trace.write(layer, path)
+    trace.write(layers, path)
     found = json.loads(path.read_text())
     check_chrome(found, 3)
-    assert found["otherData"]["traced"] == "a layer"
+    assert found["otherData"]["traced"] == "some layers"
     names = [e["name"] for e in found["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
-    assert names.count("layer 0 attention") == len(LAYOUT.roles)
-    assert names.count("attending") == 1
+    for layer, phase in layers.walk[:-1]:
+        assert names.count(f"layer {layer} {phase}") == len(LAYOUT.roles)
+    assert names.count(plan.HEAD) == len(LAYOUT.roles)
+    assert names.count("attending") == sum(phase == "attention" for _, phase in layers.walk)
 
 
 def test_raster_shows_the_inner_span(rng):
     writer = Writer(2, rng)
     spans = [("waiting for weights", 500.0, 600.0), ("multiplying", 100.0, 900.0)]
     writer.row(1, "multiplier", spans)
-    made = trace.decode(writer.buffer, n_layers=1)
+    made = trace.decode(writer.buffer, walk=WALK)
     grid = trace.raster(made, LAYOUT.roles.index("multiplier"), 10)
     nothing, multiplying = -1, LAYOUT.activities.index("multiplying")
     assert (grid[0] == nothing).all()
@@ -323,10 +348,10 @@ def test_raster_shows_the_inner_span(rng):
     assert grid[1, 5] == LAYOUT.activities.index("waiting for weights")
 
 
-def test_picture(layer, tmp_path):
+def test_picture(layers, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "trace.png"
-    trace.draw(layer, path)
+    trace.draw(layers, path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -339,25 +364,30 @@ def test_every_activity_has_a_colour():
 
 def test_phases_are_those_that_the_kernel_walks_through():
     text = (jit.sources() / "mega" / "decode.cu").read_text()
-    walked = re.findall(r"^ +(?:if .*)?role\.(\w+)\(", text, re.MULTILINE)
-    assert walked == ["begin", *trace.PHASES, trace.HEAD, "end"]
+    walked = re.findall(r"^ +(?:(?:if|for) .*)?role\.(?:template )?(\w+)[(<]", text, re.MULTILINE)
+    named = " ".join(walked).replace("router_or_experts", "router experts").split()
+    others = {"n", "begin", "is_dense", "end"}
+    assert [*plan.PHASES, plan.HEAD] == [name for name in named if name not in others]
+    both = dataclasses.replace(MIXTURE, n_layers=2, dense_layers=(0,), dense_hidden_dim=8)
+    assert plan.layer_phases(both, 0) == (*plan.PHASES[:3], *plan.PHASES[6:])
+    assert plan.layer_phases(both, 1) == plan.PHASES[:6]
 
 
 # ---- a step -------------------------------------------------------------------------------------
 
 
-def traced_and_not(to) -> tuple[trace.Trace, int, int]:
-    """Trace a step of the smallest model, and run the same step without."""
-    made = louder(weights.random(SMALLEST, dtype=np.float32, kind="numpy")).map(to)
+def traced_and_not(config, to) -> tuple[trace.Trace, int, int]:
+    """Trace a step of a small model, and run the same step without."""
+    made = louder(weights.random(config, dtype=np.float32, kind="numpy")).map(to)
     state = State(made, capacity=20)
     trace.fill_cache(state, 19)
     stepper = trace.Stepper(engines.get("mega").step_and_draw, made, state)
-    found, token = stepper.trace("smallest", warm_up=0)
+    found, token = stepper.trace(config.name, warm_up=0)
     stepper.enqueue(traced=False)
     return found, token, stepper.token()
 
 
-def check_step(found: trace.Trace) -> None:
+def check_step(found: trace.Trace, config: Config) -> None:
     assert found.problem is None
     inside = {(s["role"], LAYOUT.activities[s["activity"]]) for s in found.spans}
     for role, activity in (
@@ -368,24 +398,31 @@ def check_step(found: trace.Trace) -> None:
         ("finisher", "finishing"),
     ):
         assert (LAYOUT.roles.index(role), activity) in inside
-    phases = len(trace.PHASES) + 1
-    assert found.phases.size == found.ctas * len(LAYOUT.roles) * phases
-    assert [p.name for p in trace.phases(found)] == [*trace.PHASES, trace.HEAD]
+    assert found.walk == plan.walk(config)
+    assert found.phases.size == found.ctas * len(LAYOUT.roles) * len(found.walk)
+    assert [p.name for p in trace.phases(found)] == kinds(found.walk)
+
+
+SMALL_MODELS = pytest.mark.parametrize(
+    "config", [SMALLEST, MIXTURE], ids=lambda config: config.name
+)
 
 
 @pytest.mark.slow
 @pytest.mark.cpu_kernels
-def test_the_twin_draws_the_same_token_traced():
-    found, traced, plain = traced_and_not(device.twin)
+@SMALL_MODELS
+def test_the_twin_draws_the_same_token_traced(config):
+    found, traced, plain = traced_and_not(config, device.twin)
     assert traced == plain
-    check_step(found)
+    check_step(found, config)
 
 
 @pytest.mark.gpu
-def test_a_gpu_draws_the_same_token_traced():
-    found, traced, plain = traced_and_not(_to_gpu)
+@SMALL_MODELS
+def test_a_gpu_draws_the_same_token_traced(config):
+    found, traced, plain = traced_and_not(config, _to_gpu)
     assert traced == plain
-    check_step(found)
+    check_step(found, config)
     assert found.clock_error_us < 5
 
 
@@ -408,17 +445,20 @@ def run(*arguments: str):
 
 @pytest.mark.slow
 @pytest.mark.cpu_kernels
-def test_command_writes_a_timeline(monkeypatch, tmp_path):
-    monkeypatch.setitem(PRESETS, "smallest", dataclasses.replace(SMALLEST, n_layers=2))
+@SMALL_MODELS
+def test_command_writes_a_timeline(config, monkeypatch, tmp_path):
+    monkeypatch.setitem(PRESETS, config.name, dataclasses.replace(config, n_layers=2))
     path = tmp_path / "trace.json"
-    arguments = ("smallest", "-o", str(path), "--layers", "1", "--context", "5")
+    arguments = (config.name, "-o", str(path), "--layers", "1", "--context", "5")
     result = run(*arguments, "--dtype", "fp32", "--device", "cpu-kernels")
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())
     ctas = int(re.search(r"(\d+) CTAs", result.stdout)[1])  # type: ignore[index]
     check_chrome(found, ctas)
-    assert found["otherData"]["traced"] == "smallest (1 layers), float32, 5 in the cache"
+    assert found["otherData"]["traced"] == f"{config.name} (1 layers), float32, 5 in the cache"
     assert "| multiplier | waiting for activations |" in result.stdout
+    for phase in kinds(plan.walk(config)):
+        assert f"| {phase} |" in result.stdout
     assert f"wrote {path}" in result.stderr
 
 
@@ -432,7 +472,7 @@ def test_command_writes_a_timeline(monkeypatch, tmp_path):
         (("tiny", "--dtype", "int8"), 2, "wanted one of bfloat16"),
         (("tiny", "-o", "no-folder/x.json"), 2, "there is no folder no-folder"),
         (("tiny", "--png", "no-folder/x.png"), 2, "there is no folder no-folder"),
-        (("tiny-moe",), 4, "tiny-moe has experts"),
+        (("minilm",), 4, "minilm has layernorm"),
         ((), 2, "Missing argument 'MODEL'"),
     ],
 )
@@ -464,7 +504,7 @@ def test_png_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
 def test_spans_that_are_missing_fail_the_command(monkeypatch, tmp_path):
     """The timeline is written all the same."""
     made = dataclasses.replace(
-        trace.decode(Writer(1, np.random.default_rng(0)).buffer, n_layers=1), dropped=7
+        trace.decode(Writer(1, np.random.default_rng(0)).buffer, walk=WALK), dropped=7
     )
     monkeypatch.setattr(trace.Stepper, "trace", lambda self, name: (made, 3))
     path = tmp_path / "trace.json"

@@ -13,7 +13,9 @@ from models import CONFIGS, small
 from cufuse import device, pack, weights
 from cufuse.pack import Packed
 
-DENSE = [name for name, config in CONFIGS.items() if config.decode_problem is None]
+PACKED = [name for name, config in CONFIGS.items() if config.decode_problem is None]
+DENSE = [name for name in PACKED if not CONFIGS[name].n_experts]
+MIXTURES = [name for name in PACKED if CONFIGS[name].n_experts]
 MATRICES = ("qkv", "out", "gate_up", "down")
 
 
@@ -30,12 +32,14 @@ def same(made, wanted):
 def test_what_is_packed_has_the_numbers_of_the_rows(to, name, dtype):
     host = small(name, dtype)
     made = host.map(to)
-    packs = to is not np.asarray and name in DENSE
+    packs = to is not np.asarray and name in PACKED
     layer = made.layers[0]
     assert bool(made.stacks) == packs
     assert isinstance(layer.qkv, Packed) == isinstance(made.head, Packed) == packs
-    if packs:
+    if packs and name in DENSE:
         assert layer.gate is None and layer.up is None and layer.gate_up.gated
+    elif packs:
+        assert layer.gate_up is None and layer.down.shape == host.layers[0].down.shape
     same(made, host)
     same(made.map(to_numpy), host)
     assert not made.map(to_numpy).stacks
@@ -52,6 +56,83 @@ def test_matrices_of_a_kind_lie_one_behind_the_other(to_kernels):
             begin += array.nbytes
         assert begin == device.address(stack) + stack.nbytes
     assert set(made.stacks) == {*MATRICES, "attn_norm", "mlp_norm", "qkv_bias"}
+
+
+def spans_of_stacks(made):
+    """The bytes [begin, end) of each stack that a layer's fields take, by the stack's name."""
+    found = {name: [] for name in made.stacks}
+    places = {name: device.address(stack) for name, stack in made.stacks.items()}
+    for i, layer in enumerate(made.layers):
+        for field in dataclasses.fields(layer):
+            value = getattr(layer, field.name)
+            if value is None:
+                continue
+            array = value.array if isinstance(value, Packed) else value
+            stack, first, total = weights.stack_place(made.config, field.name, i, array.size)
+            begin = device.address(array) - places[stack]
+            assert begin == first * array.itemsize, (field.name, i)
+            assert made.stacks[stack].size == total, (field.name, i)
+            found[stack].append((begin, begin + array.nbytes))
+    return found
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_stacks_are_made_of_the_fields_of_layers(to_kernels, name):
+    """Each byte belongs to one field, which lies where `stack_place` says."""
+    config = dataclasses.replace(CONFIGS[name], n_layers=3)
+    if config.dense_layers:
+        config = dataclasses.replace(config, dense_layers=(0, 2))
+    host = weights.random(config, dtype=np.float16, kind="numpy")
+    made = host.map(to_kernels)
+    for stack, spans in spans_of_stacks(made).items():
+        at = 0
+        for begin, end in sorted(spans):
+            assert begin == at, stack
+            at = end
+        assert at == made.stacks[stack].nbytes, stack
+    same(made, host)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_keeps_what_belongs_together_together(to_kernels, name):
+    """A shared expert's rows come behind the experts', and its router's behind theirs."""
+    c = dataclasses.replace(CONFIGS[name], n_layers=3)
+    made = weights.random(c, dtype=np.float16, kind="numpy").map(to_kernels)
+    assert set(made.stacks) >= {"qkv", "out", "router", "gate", "up", "down"}
+    assert ("dense_down" in made.stacks) == bool(c.dense_layers)
+    assert not any(stack in ("gate_up", "shared_gate", "shared_router") for stack in made.stacks)
+    for i, layer in enumerate(made.layers):
+        if not c.is_moe_layer(i):
+            assert layer.router is None and layer.gate.shape == (c.dense_hidden_dim, c.dim)
+            continue
+        for first, second in (
+            (layer.gate, layer.shared_gate),
+            (layer.up, layer.shared_up),
+            (layer.router, layer.shared_router),
+        ):
+            assert first.flags.c_contiguous
+            if second is not None:
+                assert device.address(second) == device.address(first) + first.nbytes
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_cut_model_has_its_places_in_the_whole_ones_stacks(name):
+    whole = dataclasses.replace(CONFIGS[name], n_layers=4)
+    host = weights.random(whole, dtype=np.float16, kind="numpy")
+    totals = {}
+    for kept in (1, 2, 3, 4):
+        for array_name, array in host.rows():
+            if not array_name.startswith("layers."):
+                continue
+            _, index, field = array_name.split(".")
+            if int(index) >= kept:
+                continue
+            of_whole = weights.stack_place(whole, field, int(index), array.size)
+            of_cut = weights.stack_place(whole.cut(kept), field, int(index), array.size)
+            assert of_cut[:2] == of_whole[:2]
+            assert of_cut[1] + array.size <= of_cut[2] <= of_whole[2]
+            # All fields of a stack, whatever their layer, have one idea of its size.
+            assert totals.setdefault((kept, of_cut[0]), of_cut[2]) == of_cut[2]
 
 
 def row_major_bytes(made):
@@ -122,6 +203,15 @@ def test_moving_a_model_drops_what_it_moved():
     made = host.map(watch)
     assert watch.most == 2 and len(watch.alive()) == 1
     assert watch.alive()[0] is made.embedding
+
+
+@pytest.mark.cpu_kernels
+def test_moving_a_mixture_drops_what_it_moved():
+    host = small("qwen2-moe", np.float16)
+    watch = Watch(lambda array: device.twin(array.copy()), 1)
+    made = host.map(watch)
+    assert watch.most == 1 or watch.most == 2
+    assert len(watch.alive()) == 1 and watch.alive()[0] is made.embedding
 
 
 def test_assemble_takes_arrays_one_by_one(to):

@@ -29,16 +29,8 @@ _READS = {
     "qkv": ("attn_norm", "qkv", "qkv_bias"),
     "attention": ("q_norm", "k_norm", "sinks"),
     "output": ("out", "out_bias"),
-    "gate_up": ("mlp_norm", "gate_up", "gate_bias", "up_bias"),
-    "down": ("down", "down_bias"),
 }
 _HEAD = ("final_norm", "head")
-
-
-def layer_phases(c: Config, layer: int) -> tuple[str, ...]:
-    """Return the phases of a layer in their order."""
-    mlp = ("router", "experts", "combine") if c.is_moe_layer(layer) else ("gate_up", "down")
-    return ("qkv", "attention", "output", *mlp)
 
 
 def applies(weights: Weights, state: State, tokens: Array) -> bool:
@@ -348,8 +340,7 @@ def size_bytes(
     if phase == "head":
         return once(_HEAD)
     if phase is None:
-        shared = ("attn_norm", "mlp_norm", *_READS["qkv"][1:], *_READS["attention"])
-        layers = once((*shared, *_READS["output"]))
+        layers = once((*_READS["qkv"], *_READS["attention"], *_READS["output"]))
         layers += sum(_mlp_bytes(weights, i) for i in range(c.n_layers))
         # A token takes one row of the embedding.
         return n_tokens * (layers + once(_HEAD)) + cache
@@ -371,13 +362,14 @@ def _mlp_bytes(weights: Weights, layer: int, phase: str | None = None) -> int:
 
     if not c.is_moe_layer(layer):
         parts = {
-            "gate_up": size(of.gate, of.up, of.gate_up, of.gate_bias, of.up_bias),
+            "gate_up": size(of.mlp_norm, of.gate, of.up, of.gate_up, of.gate_bias, of.up_bias),
             "down": size(of.down, of.down_bias),
         }
     else:
         k, n = c.n_experts_per_token, c.n_experts
         parts = {
-            "router": size(of.router, of.router_bias, of.router_correction, of.shared_router),
+            "router": size(of.mlp_norm, of.router, of.router_bias, of.shared_router)
+            + size(of.router_correction),
             "experts": size(of.gate, of.up, of.gate_up, of.gate_bias, of.up_bias) * k // n
             + size(of.shared_gate, of.shared_up),
             "combine": size(of.down, of.down_bias) * k // n + size(of.shared_down),

@@ -1,4 +1,4 @@
-"""Neighbouring operations glued: five launches a layer.
+"""Neighbouring operations glued: five launches a layer, six where it has experts.
 
 One token of a model that the kernels of `mega` have goes through their phases, a launch each, and
 gives the same bits; prompts, batches and other models go through ops.
@@ -14,6 +14,7 @@ from cufuse.device import Array
 from cufuse.engines import _decode, _parts
 from cufuse.generate import Sampling
 from cufuse.ops.rmsnorm import Norm
+from cufuse.plan import layer_phases
 from cufuse.state import State
 from cufuse.weights import Layer, Weights
 
@@ -78,7 +79,7 @@ def _by_phases(
         _decode.skip_tags(state)
     state.unfinished = True
     for layer in range(weights.config.n_layers):
-        for phase in _decode.layer_phases(weights.config, layer):
+        for phase in layer_phases(weights.config, layer):
             launch(phase, layer)
     logits = launch("head")
     state.unfinished = False

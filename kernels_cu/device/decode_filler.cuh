@@ -349,13 +349,10 @@ struct Filler : Role<Shape, kFillerRole> {
     if (choices > 0) wait_for(&choice.read, (choices - 1) & 1);
     ++choices;
     chooser.choose(correction(layer), this->args.routed_scale, choice);
-    if (Mlp::kSharedGated && lane_here() == 0) {
-      const u64* word = this->words(Shape::kLogits) + Mlp::kExperts;
-      choice.shared_weight = sigmoid(__uint_as_float(settle(look(word), word, tag)));
-    }
     __syncwarp();
     if (lane_here() == 0) mbarrier_arrive(&choice.made);
-    if (this->args.experts && blockIdx.x == 0) {
+    // By who has the first tile of the last product, which somebody always has.
+    if (this->args.experts && static_cast<int>(blockIdx.x) == this->turn) {
       int* experts =
           this->args.experts + (static_cast<i64>(this->n()) * Shape::kLayers + layer) * Mlp::kTop;
       for (int i = lane_here(); i < Mlp::kTop; i += 32) experts[i] = choice.expert[i];

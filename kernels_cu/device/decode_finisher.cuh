@@ -95,20 +95,26 @@ struct Finisher : Role<Shape, kFinisherRole> {
   CUFUSE_DEVICE void experts(int layer) {
     const i64 before = static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts;
     const bool takes_part = this->starts(Shape::kExpertsPanels);
-    if (takes_part) await_choice();
+    // What is shared waits for no choice: the filler makes it when there is room behind that.
+    float shared_weight = 1.0f;
+    if (Mlp::kSharedGated && this->starts(Shape::kSharedPanels)) {
+      const u64* word = this->words(Shape::kLogits) + Mlp::kExperts;
+      shared_weight = sigmoid(__uint_as_float(settle(look(word), word, this->tag(layer))));
+    }
+    bool knows = false;
     gates<Shape::kExpertsPanels, typename Shape::ExpertsGateUp>(layer, [&](int panel) {
       const int routed = panel - Shape::kSharedPanels;
+      if (routed < 0) return Slot{panel * 8, nullptr, nullptr, shared_weight};
+      if (!knows) await_choice();
+      knows = true;
       const auto& choice = choice_here<Shape>();
-      if (routed < 0) {
-        return Slot{panel * 8, nullptr, nullptr, Mlp::kSharedGated ? choice.shared_weight : 1.0f};
-      }
       const int slot = static_cast<u32>(routed) / Shape::kExpertPanels;
       const i64 at = (before + choice.expert[slot]) * Shape::kHidden +
                      static_cast<u32>(routed) % Shape::kExpertPanels * 8;
       return Slot{panel * 8, bias_at(this->args.gate_bias, at), bias_at(this->args.up_bias, at),
                   choice.weight[slot]};
     });
-    if (!takes_part && this->starts(Shape::kDownPanels)) await_choice();
+    if (!knows && (takes_part || this->starts(Shape::kDownPanels))) await_choice();
   }
 
   template <bool kAlone>

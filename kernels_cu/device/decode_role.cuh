@@ -60,8 +60,11 @@ CUFUSE_DEVICE void begin_launch(const DecodeArgs<typename Shape::T>& args) {
                   1);
   }
   if constexpr (Shape::Mlp::kRoutes) {
-    mbarrier_init(&choice_here<Shape>().made, 1);
-    mbarrier_init(&choice_here<Shape>().read, 1);
+    auto& choice = choice_here<Shape>();
+    mbarrier_init(&choice.made, 1);
+    mbarrier_init(&choice.read, 1);
+    // Who gives up waiting reads what is there: it has to be an expert.
+    for (int slot = 0; slot < Shape::Mlp::kTop; ++slot) choice.expert[slot] = 0;
   }
   Ring<typename Shape::Ring, Shape::kRingAt>::init();
 }

@@ -21,6 +21,7 @@ struct OneMlp {
   static constexpr bool kSharedGated = false;
   static constexpr bool kBiased = true;
   static constexpr bool kFourBits = false;
+  static constexpr int kLogits = 0;
 };
 
 // Experts of which a router chooses kTop. kShared: width of an MLP that every token goes through,
@@ -66,7 +67,6 @@ struct Choice {
   u64 read;  // another: the finisher needs it no more
   int expert[Mlp::kTop > 0 ? Mlp::kTop : 1];
   float weight[Mlp::kTop > 0 ? Mlp::kTop : 1];
-  float shared_weight;
 };
 
 // Lane l has the logits of experts [l kMine, (l + 1) kMine).

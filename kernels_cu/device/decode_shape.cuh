@@ -210,7 +210,7 @@ struct DecodeShape {
                                  false,
                                  kExpertColumns / kPartColumns>;
   using DenseDown = RowsPanel<(Mlp::kDense > 0 ? Mlp::kDense : 8)>;
-  static constexpr int kRouterPanels = Mlp::kRoutes ? (Mlp::kExperts + 15) / 16 : 0;
+  static constexpr int kRouterPanels = Mlp::kRoutes ? (Mlp::kLogits + 15) / 16 : 0;
   static constexpr int kSharedPanels = Mlp::kShared / 8;
   static constexpr int kExpertPanels = kHidden / 8;  // of one expert
   static constexpr int kExpertsPanels = kSharedPanels + Mlp::kTop * kExpertPanels;

@@ -166,6 +166,12 @@ void check_descriptor(Descriptor descriptor, const char* which) {
   if (descriptor & ~kFields) {
     wgmma_fault("wgmma", std::string(which) + "'s descriptor has bits that mean nothing");
   }
+  const unsigned mode = descriptor >> 62, start = (descriptor & 0x3fff) << 4;
+  if (mode && start / (256u >> mode) % 8) {
+    wgmma_fault("wgmma", std::string(which) +
+                             "'s descriptor starts in the midst of 8 lines that are swizzled "
+                             "together: align the matrix");
+  }
 }
 
 // The race check hears of all 16 k of some rows; `thread` reads them until its group is waited for.
