@@ -25,7 +25,7 @@ from cufuse.weights import Weights
 MEGA, FUSED = engines.get("mega"), engines.get("fused")
 BOTH = pytest.mark.parametrize("engine", [MEGA, FUSED], ids=["mega", "fused"])
 FAMILIES = ("llama", "qwen3", "interleaved", "mistral")
-MIXTURES = ("olmoe", "mixtral", "gpt-oss", "qwen2-moe", "deepseek-moe")
+MIXTURES = ("olmoe", "mixtral", "gpt-oss", "qwen2-moe", "deepseek-moe", "mxfp4")
 
 
 # ---- small models -------------------------------------------------------------------------------

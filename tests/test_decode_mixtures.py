@@ -39,6 +39,8 @@ def small(name: str, n_layers: int, **changes: Any) -> Config:
 FEW = {
     "olmoe": (small("olmoe", 1), "bf16", 12),
     "gpt-oss": (small("gpt-oss", 1), "bf16", 9),
+    # 96 columns and 64: tiles of 4-bit weights with a padded end, and without.
+    "mxfp4": (small("mxfp4", 1), "bf16", 3),
     "qwen2-moe": (small("qwen2-moe", 1), "fp32", 0),
     "deepseek-moe": (small("deepseek-moe", 2), "fp16", 5),
     "60 experts": (
@@ -271,6 +273,18 @@ COUNTS = {
         "router_groups": 8,
         "router_top_groups": 3,
         "routed_scale": 16.0,
+    },
+    "4 bits": {"expert_dtype": "mxfp4"},
+    # One tile, some, more than a stage has, and as many as gpt-oss; widths of half a tile.
+    **{
+        f"4 bits, {k} and {n}": {"expert_dtype": "mxfp4", "dim": k, "hidden_dim": n}
+        for k, n in ((32, 64), (96, 1920), (2080, 32), (2880, 2880))
+    },
+    "4 bits among dense layers": {
+        "expert_dtype": "mxfp4",
+        "dense_layers": (1,),
+        "dense_hidden_dim": 72,
+        "n_layers": 3,
     },
     "everything": {
         "qk_norm": "full",
