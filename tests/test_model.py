@@ -152,7 +152,9 @@ def test_mega_refuses_a_model_before_anything_is_launched():
     for call in (made.generate, made.forward):
         with (
             jit.record(dry=True) as record,
-            pytest.raises(cufuse.Unsupported, match=r"engine mega: minilm has .*; use engine fused"),
+            pytest.raises(
+                cufuse.Unsupported, match=r"engine mega: minilm has .*; use engine fused"
+            ),
         ):
             call([1, 2], engine="mega")
         assert not record.launches
