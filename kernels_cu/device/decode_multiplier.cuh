@@ -74,7 +74,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 
   CUFUSE_DEVICE void gate_up(int layer) {
     if constexpr (Mlp::kRoutes) {
-      mlp<typename Shape::GateUpRows>(layer, Shape::kDensePanels);
+      normed(layer, Normed::gate_up);
     } else {
       mlp<typename Shape::template Panel<Shape::kDim>>(layer, Shape::kGateUpPanels);
     }
@@ -89,10 +89,14 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   }
 
   // A mixture's: which experts were chosen is the filler's to know.
-  CUFUSE_DEVICE void router(int layer) { router_or_experts(layer, false); }
-  CUFUSE_DEVICE void experts(int layer) { router_or_experts(layer, true); }
-  CUFUSE_DEVICE void router_or_experts(int layer, bool experts) {
-    mlp<typename Shape::GateUpRows>(layer, experts ? Shape::kExpertsPanels : Shape::kRouterPanels);
+  CUFUSE_DEVICE void router(int layer) { normed(layer, Normed::router); }
+  CUFUSE_DEVICE void experts(int layer) { normed(layer, Normed::experts); }
+  CUFUSE_DEVICE void normed(int layer, Normed which) {
+    const u32 panels = which == Normed::router    ? Shape::kRouterPanels
+                       : which == Normed::experts ? Shape::kExpertsPanels
+                                                  : Shape::kDensePanels;
+    // Known here: what depends on it would be kept for each of the three, and spilled before sm_90.
+    mlp<typename Shape::GateUpRows>(layer, static_cast<int>(by_now(panels)));
   }
   template <bool kAlone>
   CUFUSE_DEVICE void combine(int layer) {

@@ -4,9 +4,11 @@
 // reading every weight once, and by what one phase has to wait for the one before.
 // instantiate: decode<DecodeShape<bfloat16, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::none, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 4, 2, Copies::bulk, 2, 4, Probe::last, false, Draw::plain>>
 // instantiate: decode<DecodeShape<half, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::head, 128, 256, 4, 2, 32, 32, 512, 2, 4, 6, 8192, 2, 1, Copies::bulk, 2, 4, Probe::first, false, Draw::plain>>
+// instantiate: decode<DecodeShape<float, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::head, 128, 256, 4, 2, 32, 32, 512, 2, 4, 6, 8192, 2, 1, Copies::async, 2, 4, Probe::last, false, Draw::plain>>
 // instantiate: decode<DecodeShape<bfloat16, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::none, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 4, 2, Copies::bulk, 2, 4, Probe::last, false, Draw::filtered>>
 // instantiate: decode<DecodeShape<float, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::head, 128, 256, 4, 2, 32, 32, 512, 2, 4, 6, 8192, 2, 1, Copies::async, 2, 4, Probe::last, false, Draw::filtered>>
 // instantiate: decode<DecodeShape<bfloat16, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::full, 2048, 1024, 16, 16, 128, 128, 50304, 16, 78, 11, 16384, 3, 3, Copies::bulk, 4, 2, Probe::last, false, Draw::plain, Mixture<64, 8, Router::softmax_topk, false, 1, 1, false, 0, false, 0, false>>>
+// instantiate: decode<DecodeShape<half, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::none, 128, 72, 4, 2, 32, 32, 512, 4, 4, 6, 8192, 2, 1, Copies::bulk, 2, 4, Probe::first, false, Draw::plain, Mixture<12, 2, Router::sigmoid_topk, true, 4, 2, true, 48, true, 88, false>>>
 // instantiate: decode<DecodeShape<float, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::head, 128, 64, 4, 2, 32, 32, 512, 2, 4, 6, 8192, 2, 1, Copies::async, 2, 4, Probe::last, false, Draw::plain, Mixture<8, 2, Router::topk_softmax, true, 1, 1, false, 0, false, 0, true>>>
 #include "device/decode_roles.cuh"
 
@@ -24,16 +26,22 @@ CUFUSE_DEVICE void walk(AnyRole role, int n_layers) {
       role.attention(layer);  // QK-norm, RoPE, append, attention
       role.output(layer);     // product, bias, residual
       if constexpr (AnyRole::kRoutes) {
-        if (!role.is_dense(layer)) {
-          // Norm and product; choice, two products of each expert, activation, weight.
+        // Norm and product: the router's; choice, each expert's with activation and weight. Or the
+        // one MLP's. In a loop, for one code to do them all.
+        const bool dense = role.is_dense(layer);
 #pragma unroll 1
-          for (int stage = 0; stage < 2; ++stage) role.router_or_experts(layer, stage == 1);
-          role.template combine<false>(layer);  // the sum of their products, residual
-          continue;
+        for (int i = dense ? 2 : 0; i < (dense ? 3 : 2); ++i) {
+          role.normed(layer, static_cast<Normed>(i));
         }
+        if (dense) {
+          role.down(layer);  // product, residual
+        } else {
+          role.template combine<false>(layer);  // the sum of the experts' products, residual
+        }
+      } else {
+        role.gate_up(layer);  // norm, two products, activation
+        role.down(layer);     // product, residual
       }
-      role.gate_up(layer);  // norm, two products, activation
-      role.down(layer);     // product, residual
     }
     if (role.has_logits()) role.head();  // norm, product, draw
   }
