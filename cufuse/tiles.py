@@ -550,9 +550,9 @@ def decode(config: Config, target: Target, dtype: Any) -> DecodeTile:
     middle and the last word: Qwen3-0.6B 414, 416, 424, Llama-3.2-1B 575, 576, 572, SmolLM2-135M
     267, 268, 266. 2026-11-30, slices of the values, 4, 2 and 1: Llama-3.2-1B with 8192 tokens 702,
     696, 705; Llama-3.1-8B with 32768 tokens 4818, 4714, 4751. Mixtures, 2026-12-01, windows 3 and
-    5, 4 and 5, 5 and 6, 6 and 8: OLMoE-1B-7B 717, 708, 707, 721; Qwen3-30B-A3B 4 and 4 1857, 4
-    and 6 1856, 5 and 6 1851; Mixtral-8x7B 3 and 4 6140, 4 and 4 6137, 4 and 6 6409. Slices of the
-    values, 4 and 2: OLMoE-1B-7B 706, 711, Qwen3-30B-A3B 1836, 1851.
+    5, 4 and 5, 5 and 6: OLMoE-1B-7B 717, 710, 708; 3 and 4, 4 and 4, 4 and 6, 5 and 6:
+    Qwen3-30B-A3B 1868, 1862, 1854, 1853; 3 and 4, 4 and 4, 4 and 6: Mixtral-8x7B 6140, 6137, 6409.
+    Slices of the values, 4 and 2: OLMoE-1B-7B 706, 711, Qwen3-30B-A3B 1836, 1851.
     """
     bulk = target.arch == "twin" or int(target.arch.rstrip("af")) >= 90
     ctas = min(target.sm_count, -(-config.vocab_size // 16))

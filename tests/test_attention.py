@@ -303,7 +303,7 @@ def test_decode_agrees_with_prefill(to_kernels, rng):
     for i in (0, 7, 19):
         end = 50 + i + 1
         decoded = run(to, q[:, i : i + 1], k[:, :end], v[:, :end])
-        assert_close(decoded, prompt[:, i : i + 1], BF16)
+        assert_close(decoded, prompt[:, i : i + 1], BF16, factor=2**0.5)  # both are rounded
 
 
 def test_rows_over_several_launches(to_kernels, rng, monkeypatch):

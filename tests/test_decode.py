@@ -520,8 +520,12 @@ def check_at(
     rng: np.random.Generator,
     to: Callable[[Any], Any] = _to_gpu,
     n: int = 3,
+    *,
+    by_phases: bool = True,
 ) -> None:
     """Some tokens behind a random cache: float64, and the same bits however they are launched.
+
+    by_phases: launch them one by one too, in mega and in fused, whose phases are kernels to compile
 
     Of a mixture float64 goes to the experts that the kernel chose.
     """
@@ -560,7 +564,7 @@ def check_at(
     for i in range(n):
         assert relative_error(together[0, i], wanted[0, i]) < LOGITS[made.dtype.name]
     filled = caches(state)
-    for engine in (MEGA, FUSED):
+    for engine in (MEGA, FUSED) if by_phases else ():
         state = again()
         for i in range(n):
             one = engine.step(there, state, to(tokens[:, i : i + 1].copy()))

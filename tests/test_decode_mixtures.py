@@ -73,7 +73,8 @@ def test_a_token_of_a_mixture(rng, name):
     config, dtype, context = FEW[name]
     made = mixture(config, dtype)
     with jit.twin_seed(int(rng.integers(1000))):
-        check_at(made, context, rng, device.twin, n=1)
+        # By phases: test_engines.py has the families in float32.
+        check_at(made, context, rng, device.twin, n=1, by_phases=name == "deepseek-moe")
 
 
 @pytest.mark.cpu_kernels

@@ -186,13 +186,13 @@ def test_fused_launches_a_few_a_layer():
     assert counts["unfused"] > 2 * counts["fused"]
 
 
-PRODUCTS = "matmul_rows matmul_rows matmul_rows"
-BIASED = "matmul_rows add matmul_rows add matmul_rows add"
-CORE = "append scores_rows softmax values_rows matmul_rows"
+PACKED = "packed_matmul_rows"  # gate and up, where they are packed together, are one product
+PRODUCTS = f"{PACKED} {PACKED} {PACKED}"
+BIASED = f"{PACKED} add {PACKED} add {PACKED} add"
+CORE = f"append scores_rows softmax values_rows {PACKED}"
 UNFUSED_LAYERS = {
-    # Packed; gate and up, which are packed together, are one product.
     "llama": f"rmsnorm {PRODUCTS} rope rope {CORE} add "
-    "rmsnorm matmul_rows activation mul matmul_rows add".replace("matmul", "packed_matmul"),
+    f"rmsnorm {PACKED} activation mul {PACKED} add",
     "olmoe": f"rmsnorm {PRODUCTS} rmsnorm rmsnorm rope rope {CORE} add "
     "rmsnorm router_logits softmax topk "
     "expert_matmul expert_matmul activation mul expert_matmul combine add",
@@ -208,8 +208,8 @@ UNFUSED_LAYERS = {
     "rmsnorm router_logits activation add topk "
     "expert_matmul expert_matmul activation mul expert_matmul combine "
     "matmul_rows matmul_rows activation mul matmul_rows add add",
-    "bert": f"{BIASED} {CORE} add add layernorm "
-    "matmul_rows add activation matmul_rows add add layernorm",
+    "bert": f"{BIASED} {CORE} add add layernorm ".replace(PACKED, "matmul_rows")
+    + "matmul_rows add activation matmul_rows add add layernorm",
 }
 
 
@@ -222,7 +222,7 @@ def test_unfused_launches_every_operation_by_itself(name):
     launched = [launch.kernel for launch in record.launches]
     layers = UNFUSED_LAYERS[name].split("; ")
     layers = " ".join(layers * (2 // len(layers)))
-    encoder, product = name == "bert", "packed_" * (name == "llama") + "matmul_rows"
+    encoder, product = name == "bert", PACKED
     wanted = f"embed layernorm {layers}" if encoder else f"embed {layers} rmsnorm {product}"
     assert launched == [*wanted.split(), "advance"]
 

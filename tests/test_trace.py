@@ -363,11 +363,16 @@ def test_every_activity_has_a_colour():
 
 
 def test_phases_are_those_that_the_kernel_walks_through():
+    device_text = (jit.sources() / "device" / "decode_role.cuh").read_text()
+    normed = re.search(r"enum class Normed \{ (.+) \};", device_text)[1].split(", ")
     text = (jit.sources() / "mega" / "decode.cu").read_text()
-    walked = re.findall(r"^ +(?:(?:if|for) .*)?role\.(?:template )?(\w+)[(<]", text, re.MULTILINE)
-    named = " ".join(walked).replace("router_or_experts", "router experts").split()
-    others = {"n", "begin", "is_dense", "end"}
-    assert [*plan.PHASES, plan.HEAD] == [name for name in named if name not in others]
+    called = re.findall(r"^ +(?:(?:if|for) .*)?role\.(?:template )?(\w+)[(<]", text, re.MULTILINE)
+    walked = [name for name in called if name not in {"n", "begin", "is_dense", "end"}]
+    before, mixtures, others = ["qkv", "attention", "output"], ["normed", "down", "combine"], 2
+    assert walked[:6] == before + mixtures
+    assert walked[6:] == [*plan.layer_phases(SMALLEST, 0)[-others:], plan.HEAD]
+    assert (*before, *normed[:2], "combine") == plan.layer_phases(MIXTURE, 0) == plan.PHASES[:6]
+    assert (normed[2], "down") == plan.layer_phases(SMALLEST, 0)[-others:] == plan.PHASES[6:]
     both = dataclasses.replace(MIXTURE, n_layers=2, dense_layers=(0,), dense_hidden_dim=8)
     assert plan.layer_phases(both, 0) == (*plan.PHASES[:3], *plan.PHASES[6:])
     assert plan.layer_phases(both, 1) == plan.PHASES[:6]

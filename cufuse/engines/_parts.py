@@ -73,6 +73,17 @@ def routing(c: Config, layer: Layer) -> dict[str, Any]:
     }
 
 
+def gate(c: Config) -> dict[str, Any]:
+    """How a gate and its up become one, as the options of `gated_linear` and `moe`."""
+    return {"activation": c.activation, "limit": c.swiglu_limit, "alpha": c.swiglu_alpha}
+
+
+def experts(c: Config, layer: Layer) -> dict[str, Any]:
+    """What experts have beside their matrices, as the options of `moe`."""
+    biases = {"b_gate": layer.gate_bias, "b_up": layer.up_bias, "b_down": layer.down_bias}
+    return {**biases, **gate(c)}
+
+
 def expert_matrices(state: State, layer: Layer, ids: Array) -> tuple[Array, Array, Array]:
     """Return a layer's gate, up and down, row by row: 4-bit ones of the experts in ids expanded."""
     if not isinstance(layer.gate_up, Mxfp4):

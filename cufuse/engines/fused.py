@@ -133,7 +133,7 @@ def _mlp(c: Config, state: State, i: int, layer: Layer, x: Array) -> None:
             layer.up_bias,
             norm=norm,
             out=hidden,
-            **_gate(c),
+            **_parts.gate(c),
         )
     else:
         ops.linear(x, layer.up, layer.up_bias, activation=c.activation, norm=norm, out=hidden)
@@ -151,13 +151,10 @@ def _experts(c: Config, state: State, layer: Layer, rows: Array, norm: Norm) -> 
         ids,
         gates,
         *_parts.expert_matrices(state, layer, ids),
-        b_gate=layer.gate_bias,
-        b_up=layer.up_bias,
-        b_down=layer.down_bias,
         residual=residual,
         norm=norm,
         out=rows,
-        **_gate(c),
+        **_parts.experts(c, layer),
     )
 
 
@@ -169,7 +166,7 @@ def _shared_expert(c: Config, state: State, layer: Layer, rows: Array, norm: Nor
         layer.shared_up,
         norm=norm,
         out=state.buffer("hidden", (len(rows), c.shared_hidden_dim)),
-        **_gate(c),
+        **_parts.gate(c),
     )
     summed = state.buffer("summed", rows.shape)
     if layer.shared_router is None:
@@ -186,10 +183,6 @@ def _route(
     shape = (len(rows), k)
     out = state.buffer("ids", shape, "int32"), state.buffer("gates", shape, "float32")
     return ops.moe_route(rows, w, b, k=k, out=out, **options)
-
-
-def _gate(c: Config) -> dict[str, Any]:
-    return {"activation": c.activation, "limit": c.swiglu_limit, "alpha": c.swiglu_alpha}
 
 
 def _encoder_blocks(weights: Weights, state: State, x: Array) -> None:

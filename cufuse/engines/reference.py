@@ -106,7 +106,7 @@ def _mlp(c: Config, layer: Layer, h: np.ndarray) -> np.ndarray:
         return _experts(c, layer, h.reshape(-1, c.dim)).reshape(h.shape)
     if c.gated:
         hidden = reference.gated_linear(
-            h, layer.gate, layer.up, layer.gate_bias, layer.up_bias, **_gate(c)
+            h, layer.gate, layer.up, layer.gate_bias, layer.up_bias, **_parts.gate(c)
         )
     else:
         hidden = reference.linear(h, layer.up, layer.up_bias, activation=c.activation)
@@ -120,7 +120,7 @@ def _experts(c: Config, layer: Layer, rows: np.ndarray) -> np.ndarray:
     )
     shared = None
     if layer.shared_down is not None:
-        hidden = reference.gated_linear(rows, layer.shared_gate, layer.shared_up, **_gate(c))
+        hidden = reference.gated_linear(rows, layer.shared_gate, layer.shared_up, **_parts.gate(c))
         shared = reference.linear(hidden, layer.shared_down)
         if layer.shared_router is not None:
             _, gate = reference.moe_route(rows, layer.shared_router, **_parts.SHARED_ROUTING)
@@ -130,11 +130,8 @@ def _experts(c: Config, layer: Layer, rows: np.ndarray) -> np.ndarray:
         ids,
         gates,
         *_expert_matrices(layer, ids),
-        b_gate=layer.gate_bias,
-        b_up=layer.up_bias,
-        b_down=layer.down_bias,
         residual=shared,
-        **_gate(c),
+        **_parts.experts(c, layer),
     )
 
 
@@ -144,7 +141,3 @@ def _expert_matrices(layer: Layer, ids: np.ndarray) -> tuple[Any, Any, Any]:
         return layer.gate, layer.up, layer.down
     gate, up = mxfp4.dequantize(layer.gate_up, ids=ids)
     return gate, up, mxfp4.dequantize(layer.down, ids=ids)
-
-
-def _gate(c: Config) -> dict[str, Any]:
-    return {"activation": c.activation, "limit": c.swiglu_limit, "alpha": c.swiglu_alpha}

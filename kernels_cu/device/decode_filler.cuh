@@ -29,13 +29,12 @@ struct Filler : Role<Shape, kFillerRole> {
     if (first >= tasks) return;
     // A long cache is read rather than waited for.
     if (split.chunks > Shape::kSplitChunks) filler.window = Shape::Ring::kWindow;
-    for (int task = this->last_of(first, tasks); task >= first; task -= Shape::kCtas) {
+    for (int task = this->last_of(first, tasks); task >= 0; task -= Shape::kCtas) {
       const int head = task % Shape::kKvHeads, part = task / Shape::kKvHeads;
-      const int chunk = split.first_chunk + part * split.chunks;
-      const int end = min(chunk + split.chunks, split.end_chunk);
+      const int end = split.end(part);
       if (this->n() > 0 && end * Cache::kKeys > this->launch().start) wait_for_append(layer, head);
       const i64 rows = static_cast<i64>(layer * Shape::kKvHeads + head) * this->args.capacity;
-      for (int c = chunk; c < end; ++c) {
+      for (int c = split.begin(part); c < end; ++c) {
         const i64 at = (rows + c * Cache::kKeys) * Cache::kRowBytes;
         // Not the rows from this position on: one of them is being written.
         const int count = min(this->position() - c * Cache::kKeys, Cache::kKeys);
@@ -96,8 +95,10 @@ struct Filler : Role<Shape, kFillerRole> {
                    Mlp::kLogits - panel * kPanelRows};
     });
   }
-  CUFUSE_DEVICE void router_or_experts(int layer, bool is_experts) {
-    is_experts ? experts(layer) : router(layer);
+  CUFUSE_DEVICE void normed(int layer, Normed which) {
+    if (which == Normed::router) router(layer);
+    if (which == Normed::experts) experts(layer);
+    if (Mlp::kDense > 0 && which == Normed::gate_up) gate_up(layer);
   }
   CUFUSE_DEVICE void experts(int layer) {
     filler.window = Shape::Ring::kWindow;

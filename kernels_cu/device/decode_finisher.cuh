@@ -89,8 +89,10 @@ struct Finisher : Role<Shape, kFinisherRole> {
     });
   }
 
-  CUFUSE_DEVICE void router_or_experts(int layer, bool is_experts) {
-    is_experts ? experts(layer) : router(layer);
+  CUFUSE_DEVICE void normed(int layer, Normed which) {
+    if (which == Normed::router) router(layer);
+    if (which == Normed::experts) experts(layer);
+    if (Mlp::kDense > 0 && which == Normed::gate_up) gate_up(layer);
   }
   CUFUSE_DEVICE void experts(int layer) {
     const i64 before = static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts;

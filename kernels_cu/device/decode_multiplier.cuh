@@ -53,7 +53,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     const int tasks = Shape::kKvHeads * split.count;
     const int first = this->take(tasks);
     if (first >= tasks) return;
-    for (int task = this->last_of(first, tasks); task >= first; task -= Shape::kCtas) {
+    for (int task = this->last_of(first, tasks); task >= 0; task -= Shape::kCtas) {
       attend(layer, task % Shape::kKvHeads, task / Shape::kKvHeads, split);
     }
   }
@@ -74,7 +74,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 
   CUFUSE_DEVICE void gate_up(int layer) {
     if constexpr (Mlp::kRoutes) {
-      mlp<typename Shape::GateUpRows>(layer, Shape::kDensePanels);
+      normed(layer, Normed::gate_up);
     } else {
       mlp<typename Shape::template Panel<Shape::kDim>>(layer, Shape::kGateUpPanels);
     }
@@ -89,16 +89,18 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   }
 
   // A mixture's: which experts were chosen is the filler's to know.
-  CUFUSE_DEVICE void router(int layer) { router_or_experts(layer, false); }
-  CUFUSE_DEVICE void experts(int layer) {
-    if constexpr (Mlp::kFourBits) {
+  CUFUSE_DEVICE void router(int layer) { normed(layer, Normed::router); }
+  CUFUSE_DEVICE void experts(int layer) { normed(layer, Normed::experts); }
+  CUFUSE_DEVICE void normed(int layer, Normed which) {
+    const u32 panels = which == Normed::router    ? Shape::kRouterPanels
+                       : which == Normed::experts ? Shape::kExpertsPanels
+                                                  : Shape::kDensePanels;
+    if (Mlp::kFourBits && which == Normed::experts) {
       mlp<typename Shape::ExpertsGateUp>(layer, Shape::kExpertsPanels);
-    } else {
-      router_or_experts(layer, true);
+      return;
     }
-  }
-  CUFUSE_DEVICE void router_or_experts(int layer, bool experts) {
-    mlp<typename Shape::GateUpRows>(layer, experts ? Shape::kExpertsPanels : Shape::kRouterPanels);
+    // Known here: what depends on it would be kept for each of the three, and spilled before sm_90.
+    mlp<typename Shape::GateUpRows>(layer, static_cast<int>(by_now(panels)));
   }
   template <bool kAlone>
   CUFUSE_DEVICE void combine(int layer) {
@@ -500,6 +502,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     if (warp < kGroup + (merges ? 2 : 0)) fetch_row(layer, kv_head, warp, tag, rows);
     sync();
     const u32 found = this->tracer.now();
+    this->tracer.waited(kWaitingForActivations, since, found);
 
     const T* new_key = rows + kGroup * kHeadDim;
     const T* new_value = new_key + kHeadDim;
@@ -517,8 +520,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       if (warp >= kPanelWarps - 2) append(layer, kv_head, warp == kPanelWarps - 1, new_key);
     }
 
-    const int chunk = split.first_chunk + part * split.chunks;
-    const int count = max(min(split.chunks, split.end_chunk - chunk), 0);
+    const int begin = split.begin(part), end = split.end(part);
     const int group = static_cast<int>(static_cast<u32>(warp) / kGroupWarps);
     const int quarter = static_cast<int>(static_cast<u32>(warp) % kGroupWarps);
     float* outs = at<float>(Shape::kXAt);  // [groups, kGroup, kMergePitch]
@@ -530,27 +532,27 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       auto stage = cursor;
       stage.advance(group);
 #pragma unroll 1
-      for (int i = group; i < count; i += kPanelGroups) {
+      for (int chunk = begin + group; chunk < end; chunk += kPanelGroups) {
         attention.add_chunk(rows, landed(stage),
-                            logits + static_cast<u32>(i) / kPanelGroups % 2 * kLogits, quarter,
-                            (chunk + i) * Cache::kKeys, split.span, scale,
+                            logits + static_cast<u32>(chunk) / kPanelGroups % 2 * kLogits, quarter,
+                            chunk * Cache::kKeys, split.span, scale,
                             [&] { barrier_sync(kGroupBarrier + group, kGroupWarps * 32); });
         Ring::release(stage);
         stage.advance(kPanelGroups);
       }
-      if (group < count) {
+      if (begin + group < end) {
         attention.store(maxima + group * kMostHeads, totals + group * kMostHeads,
                         outs + group * Shape::kGroupOuts, Shape::kMergePitch, quarter);
       }
     }
-    cursor.round ^= count / Shape::Ring::kStages & 1;
-    cursor.advance(count % Shape::Ring::kStages);
+    cursor.round ^= split.size(part) / Shape::Ring::kStages & 1;
+    cursor.advance(split.size(part) % Shape::Ring::kStages);
     const u32 attended = this->tracer.now();
     sync();
     if (merges && thread_here() == 0 && this->args.n_tokens > 1) {
       store_word<Order::release>(this->appended(this->n(), layer, kv_head), tagged(0, tag));
     }
-    const int groups = min(count, kPanelGroups);  // that saw a chunk
+    const int groups = min(split.size(part), kPanelGroups);  // that saw a chunk
 #pragma unroll 1
     for (int i = thread_here(); i < kGroup * kHeadDim / 2; i += kThreads) {
       const int head = i / (kHeadDim / 2), column = i % (kHeadDim / 2) * 2;
@@ -580,7 +582,6 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     }
     sync();
     const u32 merged = this->tracer.now();
-    this->tracer.waited(kWaitingForActivations, since, found);
     this->tracer.spent(kAttending, found, attended);
     this->tracer.spent(kMerging, attended, merged);
   }

@@ -69,6 +69,9 @@ CUFUSE_DEVICE void begin_launch(const DecodeArgs<typename Shape::T>& args) {
   Ring<typename Shape::Ring, Shape::kRingAt>::init();
 }
 
+// A mixture's products with what attention leaves behind, normalised; in their order.
+enum class Normed { router, experts, gate_up };
+
 // What all roles know. What does not change within a token lies in shared memory: the warps that
 // multiply have no registers to spare.
 template <typename Shape, RoleId kRole>
@@ -142,7 +145,8 @@ struct Role {
     tracer.phase();  // every role takes once a phase
     int first = static_cast<int>(blockIdx.x) - turn;
     if (first < 0) first += Shape::kCtas;
-    turn = static_cast<int>(static_cast<u32>(turn + tiles) % Shape::kCtas);
+    turn += tiles % Shape::kCtas;
+    if (turn >= Shape::kCtas) turn -= Shape::kCtas;
     return first;
   }
 

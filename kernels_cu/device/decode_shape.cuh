@@ -96,6 +96,11 @@ struct CacheSplit {
   int end_chunk;
   int chunks;  // of a split
   int count;   // splits, at least 1: the first one also takes the new key
+
+  // The chunks of a split.
+  CUFUSE_DEVICE int begin(int split) const { return first_chunk + split * chunks; }
+  CUFUSE_DEVICE int end(int split) const { return min(begin(split) + chunks, end_chunk); }
+  CUFUSE_DEVICE int size(int split) const { return end(split) - begin(split); }
 };
 
 template <typename T>

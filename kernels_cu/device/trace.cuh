@@ -49,16 +49,18 @@ struct Tracer {
 template <>
 struct Tracer<true> {
   // A span is few instructions: when it was 40 the kernel outgrew the instruction cache and a step
-  // took 9 % longer (H200, Qwen3-0.6B). So the row's end stays in registers, and who does not write
-  // has no room.
-  u64* const end;
+  // took 9 % longer (H200, Qwen3-0.6B). And it is few registers: where the row ends is the same for
+  // all of a warp, and who does not write has no room.
+  u64* const trace;
   const int role;
-  int next;  // word, counted from the end
-  u32 waits_since = 0, gathers_since = 0;
+  const int end;  // word
+  int next;       // word, counted from the end
+  u32 since = 0;  // when a gather began to wait, then when it began to gather
 
   CUFUSE_DEVICE Tracer(u64* trace, int role)
-      : end(by_now(trace + (static_cast<i64>(blockIdx.x) * kRoles + role + 1) * kTraceWords)),
+      : trace(trace),
         role(role),
+        end((static_cast<int>(blockIdx.x) * kRoles + role + 1) * kTraceWords),
         next(writes() ? kTraceHead - kTraceWords : 0) {
     if (!writes()) return;
     row()[1] = timer_ns();
@@ -70,7 +72,7 @@ struct Tracer<true> {
   // What was before, by what `now` said then.
   CUFUSE_DEVICE void spent(Activity activity, u32 since, u32 until) {
     if (next < 0) {
-      store_word<Order::relaxed>(end + next,
+      store_word<Order::relaxed>(trace + (end + next),
                                  static_cast<u64>(until - since) << 32 |
                                      (until << kActivityBits | static_cast<u32>(activity)));
     }
@@ -84,13 +86,15 @@ struct Tracer<true> {
     spent(kNextPhase, at, at);
   }
 
-  // A gather waits for activations, then gathers; both are written when a token no longer waits.
-  CUFUSE_DEVICE void waits() { waits_since = now(); }
-  CUFUSE_DEVICE void gathers() { gathers_since = now(); }
-  CUFUSE_DEVICE void gathered(u32 until) {
-    waited(kWaitingForActivations, waits_since, gathers_since);
-    spent(kGathering, gathers_since, until);
+  // A gather waits for activations, then gathers. The wait is written while the looks at what is
+  // gathered are under way, the gathering when a token no longer waits.
+  CUFUSE_DEVICE void waits() { since = now(); }
+  CUFUSE_DEVICE void gathers() {
+    const u32 at = now();
+    waited(kWaitingForActivations, since, at);
+    since = at;
   }
+  CUFUSE_DEVICE void gathered(u32 until) { spent(kGathering, since, until); }
 
   CUFUSE_DEVICE void close() {
     if (!writes()) return;
@@ -103,7 +107,7 @@ struct Tracer<true> {
   CUFUSE_DEVICE bool writes() const {
     return role == kMultiplierRole ? thread_here() == 0 : lane_here() == 0;
   }
-  CUFUSE_DEVICE u64* row() const { return end - kTraceWords; }
+  CUFUSE_DEVICE u64* row() const { return trace + (end - kTraceWords); }
 };
 
 }  // namespace cufuse

@@ -28,21 +28,22 @@ CUFUSE_DEVICE void walk(AnyRole role, int n_layers) {
       role.attention(layer);  // QK-norm, RoPE, append, attention
       role.output(layer);     // product, bias, residual
       if constexpr (AnyRole::kRoutes) {
-        if (!role.is_dense(layer)) {
-          // Norm and product; choice, two products of each expert, activation, weight.
-          if constexpr (AnyRole::kFourBits) {
-            role.router(layer);
-            role.experts(layer);
-          } else {  // one product, of which there is one copy in the code
+        // Norm and product: the router's; choice, each expert's with activation and weight. Or the
+        // one MLP's. In a loop, for one code to do them all.
+        const bool dense = role.is_dense(layer);
 #pragma unroll 1
-            for (int stage = 0; stage < 2; ++stage) role.router_or_experts(layer, stage == 1);
-          }
-          role.template combine<false>(layer);  // the sum of their products, residual
-          continue;
+        for (int i = dense ? 2 : 0; i < (dense ? 3 : 2); ++i) {
+          role.normed(layer, static_cast<Normed>(i));
         }
+        if (dense) {
+          role.down(layer);  // product, residual
+        } else {
+          role.template combine<false>(layer);  // the sum of the experts' products, residual
+        }
+      } else {
+        role.gate_up(layer);  // norm, two products, activation
+        role.down(layer);     // product, residual
       }
-      role.gate_up(layer);  // norm, two products, activation
-      role.down(layer);     // product, residual
     }
     if (role.has_logits()) role.head();  // norm, product, draw
   }
