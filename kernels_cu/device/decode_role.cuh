@@ -90,8 +90,11 @@ struct Role {
   CUFUSE_DEVICE void begin(int token, const Sync& sync) {
     sync();
     if (lane_here() == 0 && (kRole != kMultiplierRole || thread_here() == 0)) {
-      const int at = launch().start + token;
-      block() = {{split_cache<Shape>(at, 0), split_cache<Shape>(at, args.window)}, token};
+      block().token = token;
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) {
+        block().splits[i] = split_cache<Shape>(launch().start + token, i == 0 ? 0 : args.window);
+      }
     }
     sync();
   }
