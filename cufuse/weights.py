@@ -176,9 +176,7 @@ class _Filling:
         if not packs or expanded:
             setattr(made.layers[index], field, array)
         elif isinstance(array, Mxfp4):
-            place = self._place(field, index, flat.size, flat)
-            with device.on_device_of(flat):
-                place[...] = flat
+            place = self._copy(field, index, flat)
             setattr(made.layers[index], field, dataclasses.replace(array, array=place))
         elif field in ("gate", "up") and not in_rows:
             self._halves[field] = array
@@ -188,11 +186,7 @@ class _Filling:
         elif field in _MATRICES and not in_rows:
             self._pack(field, index, array)
         else:
-            place = self._place(field, index, array.size, array).reshape(array.shape)
-            with jit.unrecorded() as runs, device.on_device_of(array):
-                if runs:  # as what packs does
-                    place[...] = array
-            setattr(made.layers[index], field, place)
+            setattr(made.layers[index], field, self._copy(field, index, array))
 
     def weights(self, *, tied: bool) -> Weights:
         """Return what was put together; a tied head is made of the embedding."""
@@ -205,6 +199,13 @@ class _Filling:
         size = pack.packed_size(n, k, w.dtype, gated=up is not None)
         packed = pack.pack(w, up=up, out=self._place(field, index, size, w))
         setattr(self._made.layers[index], field, packed)
+
+    def _copy(self, field: str, index: int, array: Array) -> Array:
+        place = self._place(field, index, array.size, array).reshape(array.shape)
+        with jit.unrecorded() as runs, device.on_device_of(array):
+            if runs:  # as what packs does
+                place[...] = array
+        return place
 
     def _place(self, field: str, index: int, size: int, like: Array) -> Array:
         """Return the part of a stack that belongs to a layer."""
