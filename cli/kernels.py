@@ -144,11 +144,6 @@ def _plan(model: str, target: tiles.Target, context: int, dtype: np.dtype) -> pl
     """Plan a token of a model behind `context` others."""
     c = config.preset(model)
     problem = c.decode_problem
-    if not problem and c.expert_dtype == "mxfp4":
-        raise Failure(
-            f"--plan: {c.name} has experts of 4 bits a weight, which plans do not count",
-            NOT_AVAILABLE,
-        )
     if problem:
         raise Failure(f"--plan: {c.name} has {problem}, which mega does not have", NOT_AVAILABLE)
     if context >= c.max_seq_len:

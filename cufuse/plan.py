@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cufuse import pack, tiles
+from cufuse import reference, tiles
 from cufuse.config import Config
 from cufuse.tiles import DecodeTile, Target
 
@@ -81,18 +81,24 @@ def split_cache(
 class PanelCut(NamedTuple):
     """How a panel of 16 rows is cut along K into blocks, a stage each: PanelShape in panels.cuh."""
 
-    tiles: int  # of 512 bytes; of one part
+    tiles: int  # of one part
     blocks: int  # of all parts
     block_tiles: int
     last_tiles: int  # of a part's last block
     quarter_tiles: int
     chains: int  # of sums that make a row
     parts: int  # of K, each cut for itself
+    tile_bytes: int
 
     @property
     def size_bytes(self) -> int:
         """Bytes of a panel."""
-        return self.parts * self.tiles * 512
+        return self.parts * self.part_bytes
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of one part of it."""
+        return self.tiles * self.tile_bytes
 
     @property
     def part_blocks(self) -> int:
@@ -102,27 +108,35 @@ class PanelCut(NamedTuple):
     def block_bytes(self, block: int) -> int:
         """Bytes of one block."""
         last = (block + 1) % self.part_blocks == 0
-        return (self.last_tiles if last else self.block_tiles) * 512
+        return (self.last_tiles if last else self.block_tiles) * self.tile_bytes
 
 
 def cut_panel(k: int, itemsize: int, stage_bytes: int) -> PanelCut:
     """Cut a panel of 16 packed rows of k values."""
     n = -(-k // (64 // itemsize)) * 2
     blocks = -(-n // (stage_bytes // 512))
-    return _cut(n, blocks, _even(-(-n // blocks)), 1)
+    return _cut(tiles.PartCut.of(n, blocks, _even(-(-n // blocks))))
 
 
 def cut_rows(k: int, itemsize: int, stage_bytes: int, parts: int = 1) -> PanelCut:
     """Cut a panel of 16 rows that lie in memory row by row, of k values in each part."""
-    cut = tiles.rows_cut(k, itemsize, stage_bytes)
-    return _cut(cut.tiles, cut.blocks, cut.block_tiles, parts)
+    return _cut(tiles.rows_cut(k, itemsize, stage_bytes), parts)
 
 
-def _cut(n: int, blocks: int, block_tiles: int, parts: int) -> PanelCut:
-    quarter = _even(-(-block_tiles // 4))
-    chains = 4 * min(parts * blocks, PANEL_GROUPS)
-    last = n - (blocks - 1) * block_tiles
-    return PanelCut(n, parts * blocks, block_tiles, last, quarter, chains, parts)
+def cut_mxfp4(k: int, stage_bytes: int, parts: int = 1) -> PanelCut:
+    """Cut a panel of 16 rows of 4-bit weights, of k values in each part."""
+    cut = _cut(tiles.mxfp4_cut(k, stage_bytes), parts)
+    return cut._replace(
+        quarter_tiles=-(-cut.block_tiles // 4), tile_bytes=reference.MXFP4_TILE_BYTES
+    )
+
+
+def _cut(part: tiles.PartCut, parts: int = 1) -> PanelCut:
+    blocks, quarter = parts * part.blocks, _even(-(-part.block_tiles // 4))
+    chains = 4 * min(blocks, PANEL_GROUPS)
+    return PanelCut(
+        part.tiles, blocks, part.block_tiles, part.last_tiles, quarter, chains, parts, 512
+    )
 
 
 def first_tile(cta: int, turn: int, ctas: int) -> int:
@@ -274,6 +288,9 @@ Event = (
 # ---- the plan -----------------------------------------------------------------------------------
 
 
+Layout = Literal["packed", "rows", "mxfp4"]
+
+
 class Product(NamedTuple):
     """The matrix of a phase."""
 
@@ -282,7 +299,7 @@ class Product(NamedTuple):
     k: int
     gated: bool = False  # a gate and an up make a value
     parts: int = 1  # of k
-    in_rows: bool = False  # row-major
+    layout: Layout = "packed"
 
     @property
     def panel_rows(self) -> int:
@@ -345,21 +362,23 @@ class Plan:
     def product(self, phase: str) -> Product:
         """What a phase multiplies with."""
         c = self.config
-        mixture = c.n_experts > 0
+        mixture, four_bits = c.n_experts > 0, c.expert_dtype == "mxfp4"
         columns, part = tiles.expert_columns(c)
         hidden, down = (c.dense_hidden_dim, "dense_down") if mixture else (c.hidden_dim, "down")
+        dense: Layout = "rows" if mixture else "packed"
+        experts: Layout = "mxfp4" if four_bits else "rows"
+        gate_up = ("gate_up4",) if four_bits else ("gate", "up")
+        last = ("down4",) if four_bits else ("shared_down", "down")
         return {
             "qkv": Product(("qkv",), self.qkv_dim, c.dim),
             "output": Product(("out",), c.dim, c.q_dim),
-            "router": Product(("router",), self.router_logits, c.dim, in_rows=True),
-            "experts": Product(("gate", "up"), columns, c.dim, gated=True, in_rows=True),
-            "combine": Product(
-                ("shared_down", "down"), c.dim, columns, parts=columns // part, in_rows=True
-            ),
+            "router": Product(("router",), self.router_logits, c.dim, layout="rows"),
+            "experts": Product(gate_up, columns, c.dim, gated=True, layout=experts),
+            "combine": Product(last, c.dim, columns, parts=columns // part, layout=experts),
             "gate_up": Product(
-                ("gate", "up") if mixture else ("gate_up",), hidden, c.dim, True, 1, mixture
+                ("gate", "up") if mixture else ("gate_up",), hidden, c.dim, True, 1, dense
             ),
-            "down": Product((down,), c.dim, hidden, in_rows=mixture),
+            "down": Product((down,), c.dim, hidden, layout=dense),
             HEAD: Product(("head",), c.vocab_size, c.dim),
         }[phase]
 
@@ -380,11 +399,15 @@ class Plan:
     def cut(self, phase: str) -> PanelCut:
         """How a product's panels are cut into stages."""
         if phase not in self._cuts:
-            product = self.product(phase)
-            sizes = product.k // product.parts, self.itemsize, self.tile.stage_bytes
-            self._cuts[phase] = (
-                cut_rows(*sizes, product.parts) if product.in_rows else cut_panel(*sizes)
-            )
+            product, stage_bytes = self.product(phase), self.tile.stage_bytes
+            k = product.k // product.parts
+            if product.layout == "mxfp4":
+                cut = cut_mxfp4(k, stage_bytes, product.parts)
+            elif product.layout == "rows":
+                cut = cut_rows(k, self.itemsize, stage_bytes, product.parts)
+            else:
+                cut = cut_panel(k, self.itemsize, stage_bytes)
+            self._cuts[phase] = cut
         return self._cuts[phase]
 
     def chosen(self, token: int, layer: int) -> tuple[int, ...]:
@@ -464,16 +487,28 @@ class Plan:
             yield from self._cache_fills(step, tile)
             return
         product, cut = self.product(step.phase), self.cut(step.phase)
-        if product.in_rows:
-            for part in range(product.parts):
+        for part in range(product.parts):
+            if product.layout == "rows":
                 yield from self._row_fills(step, tile, part)
-            return
-        size = pack.packed_size(product.n, product.k, self.dtype, gated=product.gated)
-        layer = step.layer if step.phase != HEAD else 0
-        offset = layer * size * self.itemsize + tile * cut.size_bytes
-        for block in range(cut.blocks):
-            yield Fill(step, tile, product.arrays, offset, cut.block_bytes(block))
-            offset += cut.block_bytes(block)
+                continue
+            offset = self._panels_before(step, tile, part) * cut.part_bytes
+            for block in range(cut.part_blocks):
+                yield Fill(step, tile, product.arrays, offset, cut.block_bytes(block))
+                offset += cut.block_bytes(block)
+
+    def _panels_before(self, step: Step, tile: int, part: int) -> int:
+        """Panels before a part of one, where they lie one behind the other."""
+        count = self.panels(step.phase)
+        if self.product(step.phase).layout == "packed":
+            return (step.layer if step.phase != HEAD else 0) * count + tile
+        # Of 4-bit experts: each has its own, of which `tile` is one of a chosen expert's.
+        c = self.config
+        chosen, slot = self.chosen(step.token, step.layer), part
+        if step.phase == "experts":
+            count //= len(chosen)
+            slot, tile = divmod(tile, count)
+        mixtures = sum(c.is_moe_layer(layer) for layer in range(step.layer))
+        return (mixtures * c.n_experts + chosen[slot]) * count + tile
 
     def _row_fills(self, step: Step, tile: int, part: int) -> Iterator[Fill]:
         """The blocks of a part of a panel whose weights lie in rows."""
@@ -512,8 +547,9 @@ class Plan:
                 return ("shared_down",), *at, c.shared_hidden_dim
             expert = mixtures * c.n_experts + self.chosen(step.token, step.layer)[slot]
             return ("down",), expert * c.dim + first, column, c.hidden_dim
-        before = mixtures * (c.n_experts * c.hidden_dim + c.shared_hidden_dim)
-        before += dense * c.dense_hidden_dim
+        before = dense * c.dense_hidden_dim
+        if c.expert_dtype != "mxfp4":
+            before += mixtures * (c.n_experts * c.hidden_dim + c.shared_hidden_dim)
         if step.phase == "experts":
             slot, row = divmod(first - c.shared_hidden_dim, c.hidden_dim)
             chosen = self.chosen(step.token, step.layer)
@@ -544,7 +580,7 @@ class Plan:
         """Bytes that a tile streams."""
         if step.phase != "attention":
             product = self.product(step.phase)
-            if not product.in_rows:
+            if product.layout != "rows":
                 return self.cut(step.phase).size_bytes
             matrices = 2 if product.gated else 1
             return matrices * self._panel_rows(product, tile) * product.k * self.itemsize

@@ -600,29 +600,32 @@ def _packed_tiles(k: int, itemsize: int) -> int:
     return -(-k // (64 // itemsize)) * 2
 
 
-class RowsCut(NamedTuple):
-    """How a panel of row-major weights is cut along K: PanelShape in panels.cuh."""
+class PartCut(NamedTuple):
+    """How a part of a panel is cut along K: PanelShape in panels.cuh."""
 
-    tiles: int  # of 32 bytes of a row; four are a line
-    blocks: int  # of a part
+    tiles: int
+    blocks: int
     block_tiles: int
     last_tiles: int
 
+    @classmethod
+    def of(cls, n: int, blocks: int, block_tiles: int) -> PartCut:
+        """Cut n tiles."""
+        return cls(n, blocks, block_tiles, n - (blocks - 1) * block_tiles)
 
-def rows_cut(k: int, itemsize: int, stage_bytes: int) -> RowsCut:
-    """Cut a panel of 16 rows of k values that lie in rows."""
+
+def rows_cut(k: int, itemsize: int, stage_bytes: int) -> PartCut:
+    """Cut a panel of 16 rows of k values that lie in rows; four tiles are lines of 128 bytes."""
     n = -(-k * itemsize // 128) * 4
     blocks = -(-n // (stage_bytes // 512))
-    block_tiles = _round_up(-(-n // blocks), 4)
-    return RowsCut(n, blocks, block_tiles, n - (blocks - 1) * block_tiles)
+    return PartCut.of(n, blocks, _round_up(-(-n // blocks), 4))
 
 
-def mxfp4_cut(k: int, stage_bytes: int) -> RowsCut:
+def mxfp4_cut(k: int, stage_bytes: int) -> PartCut:
     """Cut a panel of 16 rows of k weights of 4 bits; a tile is of 64 columns."""
     n = -(-k // 64)
     blocks = -(-n // (stage_bytes // reference.MXFP4_TILE_BYTES))
-    block_tiles = -(-n // blocks)
-    return RowsCut(n, blocks, block_tiles, n - (blocks - 1) * block_tiles)
+    return PartCut.of(n, blocks, -(-n // blocks))
 
 
 def expert_columns(c: Config) -> tuple[int, int]:
@@ -636,14 +639,21 @@ def _mlp_tiles(c: Config, itemsize: int, stage_bytes: int) -> int:
     """Tiles of the widest x of an MLP."""
     if not c.n_experts:
         return _packed_tiles(c.hidden_dim, itemsize)
+
+    def in_rows(k: int, parts: int = 1) -> int:
+        return parts * rows_cut(k, itemsize, stage_bytes).tiles
+
+    def of_4_bits(k: int, parts: int = 1) -> int:
+        return parts * mxfp4_cut(k, stage_bytes).tiles * 2 * itemsize  # x's tiles are of 32 bytes
+
     columns, part = expert_columns(c)
-    experts = [(c.dim, 1), (part, columns // part)]
-    rows = [(c.dim, 1), (max(c.dense_hidden_dim, 8), 1)]
-    in_rows = rows if c.expert_dtype == "mxfp4" else rows + experts
-    most = max(n * rows_cut(k, itemsize, stage_bytes).tiles for k, n in in_rows)
-    if c.expert_dtype == "mxfp4":
-        most = max(most, *(n * -(-k // 64) * 2 * itemsize for k, n in experts))
-    return most
+    of_experts = of_4_bits if c.expert_dtype == "mxfp4" else in_rows
+    return max(
+        in_rows(c.dim),
+        in_rows(max(c.dense_hidden_dim, 8)),
+        of_experts(c.dim),
+        of_experts(part, columns // part),
+    )
 
 
 def cache_keys(c: Config, dtype: Any, tile: DecodeTile) -> int:

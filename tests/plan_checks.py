@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from itertools import pairwise, takewhile
 
-from cufuse import pack, weights
+from cufuse import mxfp4, pack, weights
 from cufuse.plan import (
     PANEL_GROUPS,
     Attend,
@@ -112,16 +112,23 @@ def check_reads(plan: Plan, token: int) -> None:
 
 def wanted_reads(plan: Plan, token: int) -> dict[str, list[tuple[int, int]]]:
     """Bytes of each array that a token needs, by where weights.py puts the fields of layers."""
-    c, found = plan.config, defaultdict(list)
+    c, found, itemsize = plan.config, defaultdict(list), plan.itemsize
 
     def packed(array: str, layer: int, n: int, k: int, *, gated: bool = False) -> None:
-        size = pack.packed_size(n, k, plan.dtype, gated=gated)
+        size = pack.packed_size(n, k, plan.dtype, gated=gated) * itemsize
         found[array].append((layer * size, (layer + 1) * size))
 
     def rows(field: str, layer: int, n: int, k: int, of: tuple[int, ...] = (), all_of: int = 1):
         array, first, _ = weights.stack_place(c, field, layer, all_of * n * k)
-        for i in of or (0,):
-            found[array].append((first + i * n * k, first + (i + 1) * n * k))
+        parts(array, first * itemsize, n * k * itemsize, of or (0,))
+
+    def four_bits(field: str, layer: int, n: int, k: int, of: tuple[int, ...]) -> None:
+        each = mxfp4.packed_bytes(1, n, k, gated=field == "gate_up")
+        array, first, _ = weights.stack_place(c, field, layer, c.n_experts * each)
+        parts(array, first, each, of)
+
+    def parts(array: str, first: int, each: int, of: tuple[int, ...]) -> None:
+        found[array] += [(first + i * each, first + (i + 1) * each) for i in of]
 
     for layer in range(c.n_layers):
         packed("qkv", layer, plan.qkv_dim, c.dim)
@@ -139,23 +146,20 @@ def wanted_reads(plan: Plan, token: int) -> dict[str, list[tuple[int, int]]]:
                 rows("shared_router", layer, 1, c.dim)
             chosen = plan.chosen(token, layer)
             assert len(set(chosen)) == c.n_experts_per_token and list(chosen) == sorted(chosen)
-            for field, n, k in (
-                ("gate", c.hidden_dim, c.dim),
-                ("up", c.hidden_dim, c.dim),
-                ("down", c.dim, c.hidden_dim),
-            ):
-                rows(field, layer, n, k, chosen, c.n_experts)
+            if c.expert_dtype == "mxfp4":
+                four_bits("gate_up", layer, c.hidden_dim, c.dim, chosen)
+                four_bits("down", layer, c.dim, c.hidden_dim, chosen)
+            else:
+                rows("gate", layer, c.hidden_dim, c.dim, chosen, c.n_experts)
+                rows("up", layer, c.hidden_dim, c.dim, chosen, c.n_experts)
+                rows("down", layer, c.dim, c.hidden_dim, chosen, c.n_experts)
             if c.shared_hidden_dim:
                 rows("shared_gate", layer, c.shared_hidden_dim, c.dim)
                 rows("shared_up", layer, c.shared_hidden_dim, c.dim)
                 rows("shared_down", layer, c.dim, c.shared_hidden_dim)
     if plan.has_logits(token):
         packed("head", 0, c.vocab_size, c.dim)
-    size = plan.itemsize
-    return {
-        array: [(first * size, last * size) for first, last in spans]
-        for array, spans in found.items()
-    }
+    return found
 
 
 def check_spans(what: str, spans: list[tuple[int, int]], wanted: list[tuple[int, int]]) -> None:

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from conftest import to_numpy
 from plan_checks import Stuck, check_coverage, lapped, simulate
 
-from cufuse import config, jit, plan, tiles
+from cufuse import config, jit, mxfp4, plan, tiles
 from cufuse.cli import main
 from cufuse.config import Config
 from cufuse.engines import _decode
@@ -27,6 +27,7 @@ bfloat16 = np.dtype(ml_dtypes.bfloat16)
 HOPPER = plan.target("90a", 132)
 
 MIXTURES = ("tiny-moe", "olmoe-1b-7b", "qwen3-30b-a3b")
+FOUR_BITS = "gpt-oss-20b"
 DENSE = ("tiny", "smollm2-135m", "qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b")
 # Odd sizes: K that is no whole tile, a last panel of half its rows, three layers with a window on
 # every second, a vocabulary that is no multiple of 16, more KV heads than some grids have CTAs.
@@ -47,7 +48,8 @@ SMALL = {
 }  # fmt: skip
 # A norm over all heads; biases, clamps and a router with a bias; a shared expert with a gate and
 # parts of K narrower than it, of more logits than panels of the experts alone; groups, sigmoids, a
-# dense layer among others and experts of which no CTA of some grids has any.
+# dense layer among others and experts of which no CTA of some grids has any; 4-bit experts whose
+# rows are no whole tiles, around a dense layer.
 MIXED = {
     "full norm": dataclasses.replace(
         config.preset("tiny-moe"),
@@ -107,6 +109,18 @@ MIXED = {
         dense_hidden_dim=104,
         qk_norm="none",
     ),
+    "4 bits": dataclasses.replace(
+        config.preset("tiny-moe"),
+        dim=96,
+        hidden_dim=160,
+        n_layers=3,
+        vocab_size=507,
+        n_experts=5,
+        n_experts_per_token=2,
+        expert_dtype="mxfp4",
+        dense_layers=(1,),
+        dense_hidden_dim=72,
+    ),
     "all chosen": dataclasses.replace(
         config.preset("tiny-moe"),
         n_layers=1,
@@ -140,7 +154,7 @@ def test_every_byte_is_read_once_and_every_row_written_once(name, ctas, context)
 
 
 @pytest.mark.parametrize("context", [0, 64, 511, 8191])
-@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES, FOUR_BITS])
 def test_presets_are_covered(name, context):
     check_coverage(on_hopper(config.preset(name).cut(1), context))
 
@@ -233,7 +247,7 @@ def test_ctas_have_about_as_many_bytes(name):
 
 
 @pytest.mark.parametrize("context", [0, 511, 8191])
-@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES, FOUR_BITS])
 def test_ctas_have_as_many_tiles_a_token_but_for_one(name, context):
     made = on_hopper(config.preset(name), context)
     counts = [
@@ -481,6 +495,8 @@ SHAPES = {
     "full norm": (SMALL["full norm"], np.float32, DecodeTile(4, 6, 8192, 2, 1, "bulk", 2)),
     "shared": (SMALL["shared"], bfloat16, DecodeTile(3, 7, 4096, 3, 2, "bulk", 1)),
     "groups": (SMALL["groups"], np.float16, DecodeTile(5, 7, 4096, 3, 2, "bulk", 1)),
+    "4 bits": (SMALL["4 bits"], np.float32, DecodeTile(4, 6, 8192, 2, 1, "bulk", 2)),
+    "gpt-oss": (config.preset(FOUR_BITS), bfloat16, None),
     "olmoe": (config.preset("olmoe-1b-7b"), bfloat16, None),
     "mixtral": (config.preset("mixtral-8x7b"), bfloat16, None),
     "window": (SMALL["window"], bfloat16, DecodeTile(3, 7, 4096, 3, 2, "bulk", 1)),
@@ -504,7 +520,7 @@ def test_kernel_has_the_same_sizes_and_cuts(to_kernels, name):
         "sizes": np.full(7, -1, np.int32),
         "regions": np.full(14, -1, np.int32),
         "panels": np.full(len(PRODUCTS), -1, np.int32),
-        "cuts": np.full((len(PRODUCTS), 7), -1, np.int32),
+        "cuts": np.full((len(PRODUCTS), len(plan.PanelCut._fields)), -1, np.int32),
         "positions": np.array([position for position, _ in asked], np.int32),
         "windows": np.array([window for _, window in asked], np.int32),
         "splits": np.full((len(asked), 6), -1, np.int32),
@@ -559,6 +575,16 @@ def test_panels_are_cut_as_they_are_packed():
                 assert sum(sizes) == cut.size_bytes >= 16 * k * itemsize
                 assert max(sizes) <= stage_bytes and min(sizes) > 0
                 assert 4 * cut.quarter_tiles >= cut.block_tiles
+
+
+def test_panels_of_4_bits_are_cut_as_they_are_packed():
+    for k in (32, 96, 2080, 2880):
+        for parts in (1, 3):
+            cut = plan.cut_mxfp4(k, 4096, parts)
+            sizes = [cut.block_bytes(block) for block in range(cut.blocks)]
+            assert sum(sizes) == cut.size_bytes == parts * mxfp4.packed_bytes(1, 16, k)
+            assert max(sizes) <= 4096 and min(sizes) > 0
+            assert 4 * cut.quarter_tiles >= cut.block_tiles
 
 
 # ---- in print -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ struct DecodePlanArgs {
   int* sizes;            // [7]
   int* regions;          // [14]; where each begins, and the end
   int* panels;           // [8]; of the phases that multiply, in the order of cufuse/plan.py
-  int* cuts;             // [8, 7]; of their panels
+  int* cuts;             // [8, 8]; of their panels
   const int* positions;  // [n]
   const int* windows;    // [n]
   int* splits;           // [n, 6]
@@ -21,8 +21,8 @@ struct DecodePlanArgs {
 template <typename Panel>
 CUFUSE_DEVICE void tell(const DecodePlanArgs& args, int phase, int panels) {
   const int found[] = {Panel::kTiles,        Panel::kBlocks, Panel::kBlockTiles, Panel::kLastTiles,
-                       Panel::kQuarterTiles, Panel::kChains, Panel::kParts};
-  for (int i = 0; i < 7; ++i) args.cuts[phase * 7 + i] = found[i];
+                       Panel::kQuarterTiles, Panel::kChains, Panel::kParts,      Panel::kTileBytes};
+  for (int i = 0; i < 8; ++i) args.cuts[phase * 8 + i] = found[i];
   args.panels[phase] = panels;
 }
 
@@ -43,7 +43,7 @@ __global__ void decode_plan(const DecodePlanArgs args) {
   tell<typename Shape::template Panel<Shape::kQDim>>(args, 1, Shape::kOutPanels);
   if constexpr (Shape::Mlp::kRoutes) {
     tell<typename Shape::GateUpRows>(args, 2, Shape::kRouterPanels);
-    tell<typename Shape::GateUpRows>(args, 3, Shape::kExpertsPanels);
+    tell<typename Shape::ExpertsGateUp>(args, 3, Shape::kExpertsPanels);
     tell<typename Shape::ExpertsDown>(args, 4, Shape::kDownPanels);
     tell<typename Shape::GateUpRows>(args, 5, Shape::kDensePanels);
     tell<typename Shape::DenseDown>(args, 6, Shape::kDownPanels);
