@@ -45,7 +45,8 @@ WALK = WALKS["one MLP"]
 
 
 @pytest.mark.parametrize(
-    "name", ["smollm2-135m", "qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b", "olmoe-1b-7b"]
+    "name",
+    ["smollm2-135m", "qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b", "olmoe-1b-7b", "gpt-oss-20b"],
 )
 def test_no_register_is_spilled_for_a_trace(name):
     """On the GPU that traces are made for; what they cost would not be what they show."""
@@ -364,15 +365,14 @@ def test_every_activity_has_a_colour():
 
 def test_phases_are_those_that_the_kernel_walks_through():
     device_text = (jit.sources() / "device" / "decode_role.cuh").read_text()
-    normed = re.search(r"enum class Normed \{ (.+) \};", device_text)[1].split(", ")
+    mlp = tuple(re.search(r"enum class MlpPhase \{ (.+) \};", device_text)[1].split(", "))
     text = (jit.sources() / "mega" / "decode.cu").read_text()
     called = re.findall(r"^ +(?:(?:if|for) .*)?role\.(?:template )?(\w+)[(<]", text, re.MULTILINE)
     walked = [name for name in called if name not in {"n", "begin", "is_dense", "end"}]
-    before, mixtures, others = ["qkv", "attention", "output"], ["normed", "down", "combine"], 2
-    assert walked[:6] == before + mixtures
-    assert walked[6:] == [*plan.layer_phases(SMALLEST, 0)[-others:], plan.HEAD]
-    assert (*before, *normed[:2], "combine") == plan.layer_phases(MIXTURE, 0) == plan.PHASES[:6]
-    assert (normed[2], "down") == plan.layer_phases(SMALLEST, 0)[-others:] == plan.PHASES[6:]
+    before, dense = plan.PHASES[:3], plan.layer_phases(SMALLEST, 0)[3:]
+    assert walked == [*before, "mlp", "down", "combine", *dense, plan.HEAD]
+    assert (*before, *mlp, "down") == plan.PHASES
+    assert (*before, *mlp[:3]) == plan.layer_phases(MIXTURE, 0) and (*mlp[3:], "down") == dense
     both = dataclasses.replace(MIXTURE, n_layers=2, dense_layers=(0,), dense_hidden_dim=8)
     assert plan.layer_phases(both, 0) == (*plan.PHASES[:3], *plan.PHASES[6:])
     assert plan.layer_phases(both, 1) == plan.PHASES[:6]

@@ -95,28 +95,26 @@ struct Filler : Role<Shape, kFillerRole> {
                    Mlp::kLogits - panel * kPanelRows};
     });
   }
-  CUFUSE_DEVICE void normed(int layer, Normed which) {
-    if (which == Normed::router) router(layer);
-    if (which == Normed::experts) experts(layer);
-    if (Mlp::kDense > 0 && which == Normed::gate_up) gate_up(layer);
+  CUFUSE_DEVICE void mlp(int layer, MlpPhase phase) {
+    if (phase == MlpPhase::router) router(layer);
+    if constexpr (Mlp::kFourBits) {
+      const bool down = phase == MlpPhase::combine;
+      if (down || phase == MlpPhase::experts) four_bits(layer, down);
+    } else {
+      if (phase == MlpPhase::experts) experts(layer);
+    }
+    if (Mlp::kDense > 0 && phase == MlpPhase::gate_up) gate_up(layer);
   }
   CUFUSE_DEVICE void experts(int layer) {
-    filler.window = Shape::Ring::kWindow;
-    const int first = this->take(Shape::kExpertsPanels);
     if constexpr (Mlp::kFourBits) {
-      if (first < Shape::kExpertsPanels || this->starts(Shape::kDownPanels)) choose(layer);
-#pragma unroll 1
-      for (int panel = first; panel < Shape::kExpertsPanels; panel += Shape::kCtas) {
-        const int slot = static_cast<u32>(panel) / Shape::kExpertPanels;
-        const int of_expert = static_cast<u32>(panel) % Shape::kExpertPanels;
-        stream<typename Shape::ExpertsGateUp>(
-            this->args.gate_up4, expert_before(layer, slot) * Shape::kExpertPanels + of_expert);
-      }
+      four_bits(layer, false);
     } else {
-      experts_in_rows(layer, first);
+      experts_in_rows(layer);
     }
   }
-  CUFUSE_DEVICE void experts_in_rows(int layer, int first) {
+  CUFUSE_DEVICE void experts_in_rows(int layer) {
+    filler.window = Shape::Ring::kWindow;
+    const int first = this->take(Shape::kExpertsPanels);
     const i64 first_row = rows_before(layer);
     auto fill = [&](int from, int to, auto row) {
       int panel = first;
@@ -145,21 +143,18 @@ struct Filler : Role<Shape, kFillerRole> {
   // kAlone: in a launch of its own.
   template <bool kAlone>
   CUFUSE_DEVICE void combine(int layer) {
+    if (kAlone && this->starts(Shape::kDownPanels)) choose(layer);
+    if constexpr (Mlp::kFourBits) {
+      four_bits(layer, true);
+    } else {
+      combine_rows(layer);
+    }
+  }
+  CUFUSE_DEVICE void combine_rows(int layer) {
     using Panel = typename Shape::ExpertsDown;
     constexpr int kSharedParts = Mlp::kShared / Shape::kPartColumns;
     constexpr int kExpertParts = Shape::kHidden / Shape::kPartColumns;
     const i64 mixtures = this->experts_before(layer);
-    if (kAlone && this->starts(Shape::kDownPanels)) choose(layer);
-    if constexpr (Mlp::kFourBits) {
-      const int first = this->take(Shape::kDownPanels);
-      for (int panel = first; panel < Shape::kDownPanels; panel += Shape::kCtas) {
-#pragma unroll 1
-        for (int part = 0; part < Panel::kParts; ++part) {
-          stream<Panel>(this->args.down4, expert_before(layer, part) * Shape::kDownPanels + panel);
-        }
-      }
-      return;
-    }
     rows<Shape::kDownPanels, Panel>([&](int panel, int part) {
       const int routed = part - kSharedParts;
       const bool shared = routed < 0;
@@ -181,6 +176,27 @@ struct Filler : Role<Shape, kFillerRole> {
     });
   }
 
+  // The experts' gates and ups, or their down projections.
+  CUFUSE_DEVICE void four_bits(int layer, bool down) {
+    filler.window = Shape::Ring::kWindow;
+    const int panels = down ? Shape::kDownPanels : Shape::kExpertsPanels;
+    const int of_expert = down ? Shape::kDownPanels : Shape::kExpertPanels;
+    const unsigned char* weights = down ? this->args.down4 : this->args.gate_up4;
+    const typename Shape::FourBitPanel shape{down};
+    const int first = this->take(panels);
+    if (!down && (first < panels || this->starts(Shape::kDownPanels))) choose(layer);
+    for (int panel = first; panel < panels; panel += Shape::kCtas) {
+#pragma unroll 1
+      for (int part = 0; part < shape.parts(); ++part) {
+        const int slot = down ? part : static_cast<u32>(panel) / Shape::kExpertPanels;
+        const int its = down ? panel : static_cast<u32>(panel) % Shape::kExpertPanels;
+        const i64 expert = static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts +
+                           choice_here<Shape>().expert[slot];
+        stream(weights + (expert * of_expert + its) * shape.part_bytes(), shape);
+      }
+    }
+  }
+
   CUFUSE_DEVICE void head() { weights<Shape::kHeadPanels, Shape::kDim>(this->args.head, 0); }
   CUFUSE_DEVICE void end() {
     filler.drain();
@@ -195,25 +211,18 @@ struct Filler : Role<Shape, kFillerRole> {
                        static_cast<i64>(layer) * kPanels * Panel::kBytes;
     const int first = this->take(kPanels);
     for (int panel = first; panel < kPanels; panel += Shape::kCtas) {
-      stream<Panel>(base, panel);
+      stream(base + panel * Panel::kBytes, Panel{});
     }
   }
 
-  // The `panel`th of panels that lie one behind the other.
+  // A part of a panel, which is contiguous.
   template <typename Panel>
-  CUFUSE_DEVICE void stream(const unsigned char* panels, i64 panel) {
-    const unsigned char* source = panels + panel * Panel::kBytes;
+  CUFUSE_DEVICE void stream(const unsigned char* source, Panel shape) {
 #pragma unroll 1
-    for (int block = 0; block < Panel::kPartBlocks; ++block) {
-      filler.fill(source + block * Panel::kBlockTiles * Panel::kTileBytes,
-                  Panel::block_bytes(block), this->tracer);
+    for (int block = 0; block < shape.part_blocks(); ++block) {
+      filler.fill(source, shape.block_bytes(block), this->tracer);
+      source += shape.block_bytes(block);
     }
-  }
-
-  // The place of a chosen expert among those of all layers.
-  CUFUSE_DEVICE i64 expert_before(int layer, int slot) const {
-    return static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts +
-           choice_here<Shape>().expert[slot];
   }
 
   // Where a panel's rows are: of one matrix, or 8 of a second one behind 8 of the first.

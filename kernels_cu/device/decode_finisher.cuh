@@ -89,10 +89,11 @@ struct Finisher : Role<Shape, kFinisherRole> {
     });
   }
 
-  CUFUSE_DEVICE void normed(int layer, Normed which) {
-    if (which == Normed::router) router(layer);
-    if (which == Normed::experts) experts(layer);
-    if (Mlp::kDense > 0 && which == Normed::gate_up) gate_up(layer);
+  CUFUSE_DEVICE void mlp(int layer, MlpPhase phase) {
+    if (phase == MlpPhase::router) router(layer);
+    if (phase == MlpPhase::experts) experts(layer);
+    if (Mlp::kFourBits && phase == MlpPhase::combine) combine<false>(layer);
+    if (Mlp::kDense > 0 && phase == MlpPhase::gate_up) gate_up(layer);
   }
   CUFUSE_DEVICE void experts(int layer) {
     const i64 before = static_cast<i64>(this->experts_before(layer)) * Mlp::kExperts;

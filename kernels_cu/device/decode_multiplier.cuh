@@ -74,9 +74,9 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
 
   CUFUSE_DEVICE void gate_up(int layer) {
     if constexpr (Mlp::kRoutes) {
-      normed(layer, Normed::gate_up);
+      mlp(layer, MlpPhase::gate_up);
     } else {
-      mlp<typename Shape::template Panel<Shape::kDim>>(layer, Shape::kGateUpPanels);
+      normed<typename Shape::template Panel<Shape::kDim>>(layer, Shape::kGateUpPanels);
     }
   }
 
@@ -89,22 +89,22 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   }
 
   // A mixture's: which experts were chosen is the filler's to know.
-  CUFUSE_DEVICE void router(int layer) { normed(layer, Normed::router); }
-  CUFUSE_DEVICE void experts(int layer) { normed(layer, Normed::experts); }
-  CUFUSE_DEVICE void normed(int layer, Normed which) {
-    const u32 panels = which == Normed::router    ? Shape::kRouterPanels
-                       : which == Normed::experts ? Shape::kExpertsPanels
-                                                  : Shape::kDensePanels;
-    if (Mlp::kFourBits && which == Normed::experts) {
-      mlp<typename Shape::ExpertsGateUp>(layer, Shape::kExpertsPanels);
-      return;
-    }
-    // Known here: what depends on it would be kept for each of the three, and spilled before sm_90.
-    mlp<typename Shape::GateUpRows>(layer, static_cast<int>(by_now(panels)));
-  }
+  CUFUSE_DEVICE void router(int layer) { mlp(layer, MlpPhase::router); }
+  CUFUSE_DEVICE void experts(int layer) { mlp(layer, MlpPhase::experts); }
   template <bool kAlone>
   CUFUSE_DEVICE void combine(int layer) {
-    from_hidden<typename Shape::ExpertsDown>(layer);
+    if constexpr (Mlp::kFourBits) {
+      mlp(layer, MlpPhase::combine);
+    } else {
+      from_hidden<typename Shape::ExpertsDown>(layer);
+    }
+  }
+  CUFUSE_DEVICE void mlp(int layer, MlpPhase phase) {
+    if constexpr (Mlp::kFourBits) {
+      beside_four_bits(layer, phase);
+    } else {
+      normed<typename Shape::GateUpRows>(layer, panels_of(phase));
+    }
   }
 
   CUFUSE_DEVICE void head() {
@@ -125,13 +125,15 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
  private:
   // A product with what attention leaves behind, normalised.
   template <typename Panel>
-  CUFUSE_DEVICE void mlp(int layer, int panels) {
+  CUFUSE_DEVICE void normed(int layer, int panels) {
     const int first = this->take(panels);
     if (first >= panels) return;
-    multiply<Panel>(first, panels, [&] {
-      gather_normalized<Panel>(nullptr, this->words(Shape::kMiddle), this->tag(layer),
-                               this->args.mlp_norm + layer * Shape::kDim);
-    });
+    multiply<Panel>(first, panels, [&] { gather_middle<Panel>(layer); });
+  }
+  template <typename Panel>
+  CUFUSE_DEVICE void gather_middle(int layer) {
+    gather_normalized<Panel>(nullptr, this->words(Shape::kMiddle), this->tag(layer),
+                             this->args.mlp_norm + layer * Shape::kDim);
   }
   // A product with what gates and ups make.
   template <typename Panel>
@@ -140,6 +142,35 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     if (first >= Shape::kDownPanels) return;
     multiply<Panel>(first, Shape::kDownPanels,
                     [&] { gather<Panel>(this->words(Shape::kHiddenWords), this->tag(layer)); });
+  }
+
+  // Panels of a mixture's product, known here: what depends on them would be kept for each phase,
+  // and spilled before sm_90.
+  static CUFUSE_DEVICE int panels_of(MlpPhase phase) {
+    const u32 panels = phase == MlpPhase::router    ? Shape::kRouterPanels
+                       : phase == MlpPhase::experts ? Shape::kExpertsPanels
+                       : phase == MlpPhase::combine ? Shape::kDownPanels
+                                                    : Shape::kDensePanels;
+    return static_cast<int>(by_now(panels));
+  }
+
+  // Of a mixture of 4-bit experts: any product but that of DenseDown.
+  CUFUSE_DEVICE void beside_four_bits(int layer, MlpPhase phase) {
+    static_assert(Shape::ExpertsGateUp::kPartXTiles >= Shape::GateUpRows::kPartXTiles,
+                  "x is cleared as far as rows read it too");
+    const bool down = phase == MlpPhase::combine;
+    const int panels = panels_of(phase), first = this->take(panels);
+    if (first >= panels) return;
+    multiply<typename Shape::RowsOrFourBitPanel>(
+        first, panels,
+        [&] {
+          if (down) {
+            gather<typename Shape::ExpertsDown>(this->words(Shape::kHiddenWords), this->tag(layer));
+          } else {
+            gather_middle<typename Shape::ExpertsGateUp>(layer);
+          }
+        },
+        {down || phase == MlpPhase::experts, {}, {down}});
   }
 
   // The threads that draw together.
@@ -415,7 +446,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
   // before it gathers x, and the next ones before it hands on its sums: their stages are free so
   // much earlier.
   template <typename Panel, typename Gather>
-  CUFUSE_DEVICE void multiply(int panel, int panels, const Gather& gather) {
+  CUFUSE_DEVICE void multiply(int panel, int panels, const Gather& gather, Panel shape = {}) {
     const int warp = warp_here();
     const int group = warp / kGroupWarps % kPanelGroups, quarter = warp % kGroupWarps;
     const uint4* x = at<const uint4>(Shape::kXAt);
@@ -424,24 +455,24 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     auto stage = cursor;
     int mine = 0;  // this group's first block of the panel
     auto take = [&](int block) {
-      next.load(landed(stage), block, quarter);
+      next.load(landed(stage), shape, block, quarter);
       if constexpr (!Quarter::kInStage) Ring::release(stage);
     };
     // Sums that lie in the same place come from the same groups.
     auto begin_panel = [&] {
-      mine = (group - panels_done * Panel::kBlocks) & (kPanelGroups - 1);
+      mine = (group - panels_done * shape.blocks()) & (kPanelGroups - 1);
       stage = cursor;
       stage.advance(mine);
     };
     auto pass_panel = [&] {
-      cursor.template advance<Panel::kBlocks>();
+      shape.pass(cursor);
       panel += Shape::kCtas;
       ++panels_done;
       begin_panel();
     };
     // Panels of less than four blocks are not every group's.
     auto take_first = [&] {
-      while (panel < panels && mine >= Panel::kBlocks) pass_panel();
+      while (panel < panels && mine >= shape.blocks()) pass_panel();
       if (panel < panels) take(mine);
     };
     if (panels_done > 0) await_finisher(panels_done - 1);
@@ -454,9 +485,9 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
     while (panel < panels) {
       typename Quarter::Sums sums;
 #pragma unroll 1
-      for (int block = mine; block < Panel::kBlocks; block += kPanelGroups) {
+      for (int block = mine; block < shape.blocks(); block += kPanelGroups) {
         if (block != mine) take(block);
-        next.multiply(sums, x, block, quarter);
+        next.multiply(sums, x, shape, block, quarter);
         if constexpr (Quarter::kInStage) Ring::release(stage);
         stage.advance(kPanelGroups);
       }
@@ -466,7 +497,7 @@ struct Multiplier : Role<Shape, kMultiplierRole> {
       if (done - unread >= Shape::kPartials) await_finisher(done - Shape::kPartials);
       const int buffer = done % Shape::kPartials;
       store_chain(at<float>(Shape::kPartialsAt) + buffer * Shape::kPartialFloats, chain, sums);
-      barrier_arrive(kSumsBarrier + buffer, Panel::kChains * 32 + 32);
+      barrier_arrive(kSumsBarrier + buffer, shape.chains() * 32 + 32);
       if (!kTakesBeforeSums) take_first();
     }
     const u32 multiplied = this->tracer.now();

@@ -69,8 +69,9 @@ CUFUSE_DEVICE void begin_launch(const DecodeArgs<typename Shape::T>& args) {
   Ring<typename Shape::Ring, Shape::kRingAt>::init();
 }
 
-// A mixture's products with what attention leaves behind, normalised; in their order.
-enum class Normed { router, experts, gate_up };
+// What a mixture does behind attention in a loop, for one code to do several: what a layer with
+// experts does, and the first product of one with one MLP.
+enum class MlpPhase { router, experts, combine, gate_up };
 
 // What all roles know. What does not change within a token lies in shared memory: the warps that
 // multiply have no registers to spare.
@@ -78,7 +79,9 @@ template <typename Shape, RoleId kRole>
 struct Role {
   using T = typename Shape::T;
   static constexpr bool kRoutes = Shape::Mlp::kRoutes;
-  static constexpr bool kFourBits = Shape::Mlp::kFourBits;
+  // Whether the loop has `combine`. Of rows it is another code than the rest, and spilled there
+  // before sm_90.
+  static constexpr bool kLoopCombines = Shape::Mlp::kFourBits;
   const DecodeArgs<T>& args;
   Tracer<Shape::kTrace> tracer;
   int turn = 0;

@@ -214,6 +214,8 @@ struct DecodeShape {
                                  kExpertsLayout,
                                  false,
                                  kExpertColumns / kPartColumns>;
+  using FourBitPanel = EitherPanel<ExpertsGateUp, ExpertsDown>;
+  using RowsOrFourBitPanel = EitherPanel<GateUpRows, FourBitPanel>;
   using DenseDown = RowsPanel<(Mlp::kDense > 0 ? Mlp::kDense : 8)>;
   static constexpr int kRouterPanels = Mlp::kRoutes ? (Mlp::kLogits + 15) / 16 : 0;
   static constexpr int kSharedPanels = Mlp::kShared / 8;

@@ -124,6 +124,11 @@ struct Mxfp4Sums {
     first = fmaf(next[0], mxfp4_scale<2>(scales), first);
     second = fmaf(next[2], mxfp4_scale<3>(scales), second);
   }
+  // Sums of other products, as they are.
+  CUFUSE_DEVICE void add(float2 others) {
+    first = fmaf(others.x, kFp4Unit<T>, first);
+    second = fmaf(others.y, kFp4Unit<T>, second);
+  }
 
   // In all lanes: every column of the products is x.
   CUFUSE_DEVICE float2 rows() const {
@@ -152,6 +157,10 @@ struct Mxfp4Sums<float> {
     second = fmaf(block[1], mxfp4_scale<1>(scales), second);
     first = fmaf(next[0], mxfp4_scale<2>(scales), first);
     second = fmaf(next[1], mxfp4_scale<3>(scales), second);
+  }
+  CUFUSE_DEVICE void add(float2 others) {
+    first += others.x;
+    second += others.y;
   }
 
   // In all lanes: each has its own columns, which are added here.

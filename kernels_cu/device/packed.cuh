@@ -8,7 +8,7 @@
 
 namespace cufuse {
 
-enum class Layout { rows, packed, mxfp4 };  // of weights
+enum class Layout { rows, packed, mxfp4, mixed };  // of weights; mixed: one or the other
 
 template <typename T>
 struct Packing {

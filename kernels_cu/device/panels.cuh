@@ -4,9 +4,9 @@
 // A panel is cut along K into blocks, a stage each, and block b goes to the group of warps
 // (b + base) % 4, whose warps take a quarter of it each. So a warp waits for every fourth stage
 // only, and up to 16 chains of sums make a row: chain 4 (b % 4) + quarter adds its blocks in
-// ascending order, in two interleaved sums (of 4-bit weights in one), and the chains are added as
-// `panel_sum` says. All that comes from k and the dtype alone: the order of a row's sum depends on
-// nothing else.
+// ascending order, in two interleaved sums (of 4-bit weights, and of rows beside them, in one), and
+// the chains are added as `panel_sum` says. All that comes from k, the dtype and the layout alone:
+// the order of a row's sum depends on nothing else.
 #pragma once
 
 #include "device/mxfp4.cuh"
@@ -60,6 +60,18 @@ struct PanelShape {
   static constexpr int kPartXTiles = kTiles * kTileX;
   static constexpr int kXTiles = kParts * kPartXTiles;
 
+  // What else an EitherPanel tells of its shape.
+  static CUFUSE_DEVICE int blocks() { return kBlocks; }
+  static CUFUSE_DEVICE int chains() { return kChains; }
+  static CUFUSE_DEVICE int parts() { return kParts; }
+  static CUFUSE_DEVICE int part_blocks() { return kPartBlocks; }
+  static CUFUSE_DEVICE i64 part_bytes() { return kBytes; }
+  static CUFUSE_DEVICE int quarter_tiles() { return kQuarterTiles; }
+  template <typename Cursor>
+  static CUFUSE_DEVICE void pass(Cursor& cursor) {  // a panel's stages
+    cursor.template advance<kBlocks>();
+  }
+
   static CUFUSE_DEVICE int part(int block) { return kParts == 1 ? 0 : block / kPartBlocks; }
   static CUFUSE_DEVICE int block_in_part(int block) {
     return kParts == 1 ? block : block % kPartBlocks;
@@ -76,6 +88,43 @@ struct PanelShape {
   static CUFUSE_DEVICE int first_tile(int quarter) { return quarter * kQuarterTiles; }
   static CUFUSE_DEVICE bool has(int i, int block, int quarter) {
     return kWhole || i < block_tiles(block) - first_tile(quarter);
+  }
+};
+
+// Panels of one of two shapes, which one is known when it runs: one code for both.
+template <typename First, typename Second>
+struct EitherPanel {
+  static constexpr Layout kLayout =
+      First::kLayout == Second::kLayout ? First::kLayout : Layout::mixed;
+  static constexpr int kTileX = First::kTileX;  // where the layout is the same
+  bool is_second;
+  First first = {};
+  Second second = {};
+
+  CUFUSE_DEVICE int blocks() const { return is_second ? second.blocks() : first.blocks(); }
+  CUFUSE_DEVICE int chains() const { return is_second ? second.chains() : first.chains(); }
+  CUFUSE_DEVICE int parts() const { return is_second ? second.parts() : first.parts(); }
+  CUFUSE_DEVICE int part_blocks() const {
+    return is_second ? second.part_blocks() : first.part_blocks();
+  }
+  CUFUSE_DEVICE i64 part_bytes() const {
+    return is_second ? second.part_bytes() : first.part_bytes();
+  }
+  CUFUSE_DEVICE int quarter_tiles() const {
+    return is_second ? second.quarter_tiles() : first.quarter_tiles();
+  }
+  CUFUSE_DEVICE int first_x_tile(int block) const {
+    return is_second ? second.first_x_tile(block) : first.first_x_tile(block);
+  }
+  CUFUSE_DEVICE int block_tiles(int block) const {
+    return is_second ? second.block_tiles(block) : first.block_tiles(block);
+  }
+  CUFUSE_DEVICE int block_bytes(int block) const {
+    return is_second ? second.block_bytes(block) : first.block_bytes(block);
+  }
+  template <typename Cursor>
+  CUFUSE_DEVICE void pass(Cursor& cursor) const {
+    is_second ? second.pass(cursor) : first.pass(cursor);
   }
 };
 
@@ -104,8 +153,9 @@ struct PanelSums {
     mma_m16n8k16<T>(odd, second, x.z, x.w);
   }
 
-  // Of rows g and g + 8, g = lane / 4, in the lanes that are multiples of 4: every column is x.
-  CUFUSE_DEVICE float2 rows() const { return make_float2(even[0] + odd[0], even[2] + odd[2]); }
+  // Of rows g and g + 8, g = lane / 4: what the lane has, which is all, for every column is x.
+  CUFUSE_DEVICE float2 of_lane() const { return make_float2(even[0] + odd[0], even[2] + odd[2]); }
+  CUFUSE_DEVICE float2 rows() const { return of_lane(); }
 };
 
 template <>
@@ -116,8 +166,9 @@ struct PanelSums<float> {
     add(even, a0, x.x, x.y);
     add(odd, a1, x.z, x.w);
   }
+  CUFUSE_DEVICE float2 of_lane() const { return make_float2(even[0] + odd[0], even[1] + odd[1]); }
   CUFUSE_DEVICE float2 rows() const {
-    float2 sum = make_float2(even[0] + odd[0], even[1] + odd[1]);
+    float2 sum = of_lane();
 #pragma unroll
     for (int offset = 1; offset < 4; offset *= 2) {
       sum.x += __shfl_xor_sync(kFullMask, sum.x, offset);
@@ -212,7 +263,7 @@ struct PanelQuarter {
   static constexpr bool kInStage = false;  // until it is multiplied
   uint4 weights[Shape::kQuarterTiles] = {};
 
-  CUFUSE_DEVICE void load(const unsigned char* stage, int block, int quarter) {
+  CUFUSE_DEVICE void load(const unsigned char* stage, Shape, int block, int quarter) {
     if constexpr (Shape::kInRows) {
       const RowsLane<T, Shape> rows(stage);
 #pragma unroll
@@ -229,7 +280,7 @@ struct PanelQuarter {
     }
   }
 
-  CUFUSE_DEVICE void multiply(Sums& sums, const uint4* x, int block, int quarter) const {
+  CUFUSE_DEVICE void multiply(Sums& sums, const uint4* x, Shape, int block, int quarter) const {
     x += (Shape::first_x_tile(block) + Shape::first_tile(quarter)) / 2 * 4 + lane_here() % 4;
 #pragma unroll
     for (int i = 0; i < Shape::kQuarterTiles; i += 2) {
@@ -246,36 +297,72 @@ struct PanelQuarter<T, Shape, Layout::mxfp4> {
   static constexpr bool kInStage = true;
   const unsigned char* stage = nullptr;
 
-  CUFUSE_DEVICE void load(const unsigned char* landed, int, int) { stage = landed; }
+  CUFUSE_DEVICE void load(const unsigned char* landed, Shape, int, int) { stage = landed; }
 
-  CUFUSE_DEVICE void multiply(Sums& sums, const uint4* x, int block, int quarter) const {
-    constexpr int kAhead = 2;  // tiles
+  CUFUSE_DEVICE void multiply(
+      Sums& sums, const uint4* x, Shape shape, int block, int quarter) const {
     constexpr int kTileEntries = Shape::kTileX / 2 * 4;
-    const int lane = lane_here(), first = Shape::first_tile(quarter);
-    x += Shape::first_x_tile(block) / 2 * 4 + first * kTileEntries + lane % 4;
-    const unsigned char* tiles = stage + first * Mxfp4::kTileBytes;
-    const unsigned char* values = tiles + Mxfp4::value_place(lane);
-    const unsigned char* scales = tiles + Mxfp4::scale_place(lane);
-    int left = min(Shape::block_tiles(block) - first, Shape::kQuarterTiles);
+    const int lane = lane_here(), first = quarter * shape.quarter_tiles();
+    const int tiles = min(shape.block_tiles(block) - first, shape.quarter_tiles());
+    x += shape.first_x_tile(block) / 2 * 4 + first * kTileEntries + lane % 4;
+    const unsigned char* tile = stage + first * Mxfp4::kTileBytes;
+    const unsigned char* end = tile + tiles * Mxfp4::kTileBytes;
+    uint4 next_values = {};
+    u32 next_scales = 0;
+    auto look_ahead = [&] {
+      if (tile >= end) return;
+      next_values = *reinterpret_cast<const uint4*>(tile + Mxfp4::value_place(lane));
+      next_scales = *reinterpret_cast<const u32*>(tile + Mxfp4::scale_place(lane));
+    };
+    look_ahead();
 #pragma unroll 1
-    for (; left > 0; left -= kAhead) {
-      uint4 its_values[kAhead] = {};
-      u32 its_scales[kAhead] = {};
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (i >= left) break;
-        its_values[i] = *reinterpret_cast<const uint4*>(values + i * Mxfp4::kTileBytes);
-        its_scales[i] = *reinterpret_cast<const u32*>(scales + i * Mxfp4::kTileBytes);
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (i >= left) break;
-        sums.add(its_values[i], its_scales[i], x + i * kTileEntries);
-      }
-      values += kAhead * Mxfp4::kTileBytes;
-      scales += kAhead * Mxfp4::kTileBytes;
-      x += kAhead * kTileEntries;
+    for (; tile < end; x += kTileEntries) {
+      const uint4 values = next_values;
+      const u32 scales = next_scales;
+      tile += Mxfp4::kTileBytes;
+      look_ahead();
+      sums.add(values, scales, x);
     }
+  }
+};
+
+// A router's rows beside 4-bit experts: both from the stage and to the same sums, so that a kernel
+// has what is around them once.
+template <typename T, typename Rows, typename Experts>
+struct PanelQuarter<T, EitherPanel<Rows, Experts>, Layout::mixed> {
+  using Shape = EitherPanel<Rows, Experts>;
+  using Sums = Mxfp4Sums<T>;
+  static constexpr bool kInStage = true;
+  const unsigned char* stage = nullptr;
+
+  CUFUSE_DEVICE void load(const unsigned char* landed, Shape, int, int) { stage = landed; }
+
+  CUFUSE_DEVICE void multiply(
+      Sums& sums, const uint4* x, Shape shape, int block, int quarter) const {
+    if (shape.is_second) {
+      PanelQuarter<T, Experts>{stage}.multiply(sums, x, shape.second, block, quarter);
+    } else {
+      multiply_rows(sums, x, block, quarter);
+    }
+  }
+
+ private:
+  // By whole lines.
+  CUFUSE_DEVICE void multiply_rows(Sums& sums, const uint4* x, int block, int quarter) const {
+    constexpr int kQuarterTiles = round_up(Rows::kQuarterTiles, Rows::kLineTiles);
+    const int begin = quarter * kQuarterTiles;
+    const int end = min(begin + kQuarterTiles, Rows::block_tiles(block));
+    const RowsLane<T, Rows> rows(stage);
+    x += Rows::first_x_tile(block) / 2 * 4 + lane_here() % 4;
+    PanelSums<T> its;
+#pragma unroll 1
+    for (int line = begin; line < end; line += Rows::kLineTiles) {
+#pragma unroll
+      for (int i = line; i < line + Rows::kLineTiles; i += 2) {
+        its.add(rows.tile(i), rows.tile(i + 1), x[i * 2]);
+      }
+    }
+    sums.add(its.of_lane());
   }
 };
 

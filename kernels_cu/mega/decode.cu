@@ -12,6 +12,7 @@
 // instantiate: decode<DecodeShape<float, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::head, 128, 64, 4, 2, 32, 32, 512, 2, 4, 6, 8192, 2, 1, Copies::async, 2, 4, Probe::last, false, Draw::plain, Mixture<8, 2, Router::topk_softmax, true, 1, 1, false, 0, false, 0, true>>>
 // instantiate: decode<DecodeShape<bfloat16, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::none, 2880, 2880, 64, 8, 64, 64, 201088, 24, 78, 11, 16384, 6, 5, Copies::bulk, 4, 4, Probe::last, false, Draw::plain, Mixture<32, 4, Router::topk_softmax, true, 1, 1, false, 0, false, 0, true, true>>>
 // instantiate: decode<DecodeShape<half, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::none, 2880, 2880, 64, 8, 64, 64, 201088, 24, 78, 11, 16384, 6, 5, Copies::bulk, 4, 4, Probe::last, false, Draw::plain, Mixture<32, 4, Router::topk_softmax, true, 1, 1, false, 0, false, 0, true, true>>>
+// instantiate: decode<DecodeShape<float, Act::silu, Gate::clamped, Rounding::cast_first, Pairing::half_split, QkNorm::head, 96, 160, 4, 2, 32, 32, 512, 2, 4, 6, 8192, 2, 1, Copies::async, 2, 4, Probe::last, false, Draw::plain, Mixture<8, 2, Router::topk_softmax, true, 1, 1, false, 0, false, 0, true, true>>>
 #include "device/decode_roles.cuh"
 
 namespace cufuse {
@@ -28,16 +29,16 @@ CUFUSE_DEVICE void walk(AnyRole role, int n_layers) {
       role.attention(layer);  // QK-norm, RoPE, append, attention
       role.output(layer);     // product, bias, residual
       if constexpr (AnyRole::kRoutes) {
-        // Norm and product: the router's; choice, each expert's with activation and weight. Or the
-        // one MLP's. In a loop, for one code to do them all.
+        // Norm and product: the router's; choice, each expert's with activation and weight; the sum
+        // of 4-bit experts'. Or the one MLP's. In a loop, for one code to do them all.
         const bool dense = role.is_dense(layer);
+        const int first = dense ? static_cast<int>(MlpPhase::gate_up) : 0;
+        const int count = dense ? 1 : AnyRole::kLoopCombines ? 3 : 2;
 #pragma unroll 1
-        for (int i = dense ? 2 : 0; i < (dense ? 3 : 2); ++i) {
-          role.normed(layer, static_cast<Normed>(i));
-        }
+        for (int i = first; i < first + count; ++i) role.mlp(layer, static_cast<MlpPhase>(i));
         if (dense) {
           role.down(layer);  // product, residual
-        } else {
+        } else if (!AnyRole::kLoopCombines) {
           role.template combine<false>(layer);  // the sum of the experts' products, residual
         }
       } else {
