@@ -40,7 +40,23 @@ FEW = {
     "olmoe": (small("olmoe", 1), "bf16", 12),
     "gpt-oss": (small("gpt-oss", 1), "bf16", 9),
     # 96 columns and 64: tiles of 4-bit weights with a padded end, and without.
-    "mxfp4": (small("mxfp4", 1), "bf16", 3),
+    "mxfp4": (small("mxfp4", 2), "fp32", 3),
+    "4 bits, a dense layer": (
+        small("mxfp4", 3, hidden_dim=160, mlp_bias=False, dense_layers=(1,), dense_hidden_dim=72),
+        "bf16",
+        2,
+    ),
+    # Of a panel several blocks; as many experts as are chosen.
+    "4 bits, all of 4": (
+        small("mxfp4", 1, dim=544, hidden_dim=32, n_experts=4, n_experts_per_token=4),
+        "fp16",
+        0,
+    ),
+    "4 bits, one expert": (
+        small("mxfp4", 1, dim=32, hidden_dim=32, n_experts=1, n_experts_per_token=1),
+        "bf16",
+        0,
+    ),
     "qwen2-moe": (small("qwen2-moe", 1), "fp32", 0),
     "deepseek-moe": (small("deepseek-moe", 2), "fp16", 5),
     "60 experts": (
@@ -73,8 +89,9 @@ def test_a_token_of_a_mixture(rng, name):
     config, dtype, context = FEW[name]
     made = mixture(config, dtype)
     with jit.twin_seed(int(rng.integers(1000))):
-        # By phases: test_engines.py has the families in float32.
-        check_at(made, context, rng, device.twin, n=1, by_phases=name == "deepseek-moe")
+        # By phases: test_engines.py has the families in float32, and mxfp4's are compiled there.
+        by_phases = name in ("deepseek-moe", "mxfp4")
+        check_at(made, context, rng, device.twin, n=1, by_phases=by_phases)
 
 
 @pytest.mark.cpu_kernels
@@ -222,6 +239,23 @@ def test_skewed_routers(rng, kind, dtype):
         assert (chosen == 37).any(axis=-1).all()
 
 
+FOUR_BITS = {"expert_dtype": "mxfp4"}
+EVERYTHING = {
+    "qk_norm": "full",
+    "qkv_bias": True,
+    "output_bias": True,
+    "mlp_bias": True,
+    "router_bias": True,
+    "sinks": True,
+    "window": 40,
+    "window_every": 2,
+    "swiglu_limit": 7.0,
+    "router": "topk_softmax",
+    "n_experts": 32,
+    "n_experts_per_token": 4,
+    "norm_rounding": "scale_first",
+    "n_layers": 3,
+}
 COUNTS = {
     **{f"{n} experts": {"n_experts": n, "n_experts_per_token": min(n, 2)} for n in (1, 8, 60)},
     **{
@@ -275,34 +309,17 @@ COUNTS = {
         "router_top_groups": 3,
         "routed_scale": 16.0,
     },
-    "4 bits": {"expert_dtype": "mxfp4"},
+    **{f"4 bits, top {k}": FOUR_BITS | {"n_experts_per_token": k} for k in (1, 2, 3, 4)},
+    "4 bits, one expert": FOUR_BITS | {"n_experts": 1, "n_experts_per_token": 1},
     # One tile, some, more than a stage has, and as many as gpt-oss; widths of half a tile.
     **{
-        f"4 bits, {k} and {n}": {"expert_dtype": "mxfp4", "dim": k, "hidden_dim": n}
+        f"4 bits, {k} and {n}": FOUR_BITS | {"dim": k, "hidden_dim": n}
         for k, n in ((32, 64), (96, 1920), (2080, 32), (2880, 2880))
     },
-    "4 bits among dense layers": {
-        "expert_dtype": "mxfp4",
-        "dense_layers": (1,),
-        "dense_hidden_dim": 72,
-        "n_layers": 3,
-    },
-    "everything": {
-        "qk_norm": "full",
-        "qkv_bias": True,
-        "output_bias": True,
-        "mlp_bias": True,
-        "router_bias": True,
-        "sinks": True,
-        "window": 40,
-        "window_every": 2,
-        "swiglu_limit": 7.0,
-        "router": "topk_softmax",
-        "n_experts": 32,
-        "n_experts_per_token": 4,
-        "norm_rounding": "scale_first",
-        "n_layers": 3,
-    },
+    "4 bits among dense layers": FOUR_BITS
+    | {"dense_layers": (1,), "dense_hidden_dim": 72, "n_layers": 3},
+    "everything": EVERYTHING,
+    "everything, 4 bits": EVERYTHING | FOUR_BITS,
 }
 
 
