@@ -4,10 +4,11 @@
 // phase's weights once, behind a ring that starts empty.
 // instantiate: decode_phase<DecodeShape<bfloat16, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::none, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 4, 2, Copies::bulk, 2, 4, Probe::last, false, Draw::plain>, Phase::attention>
 // instantiate: decode_phase<DecodeShape<half, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::head, 128, 256, 4, 2, 32, 32, 512, 2, 4, 6, 8192, 2, 1, Copies::bulk, 2, 4, Probe::last, false, Draw::plain>, Phase::head>
+// instantiate: decode_phase<DecodeShape<float, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::head, 128, 256, 4, 2, 32, 32, 512, 2, 4, 6, 8192, 2, 1, Copies::async, 2, 4, Probe::last, false, Draw::plain>, Phase::qkv>
 // instantiate: decode_phase<DecodeShape<bfloat16, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::none, 2048, 8192, 32, 8, 64, 64, 128256, 16, 78, 12, 16384, 4, 2, Copies::bulk, 2, 4, Probe::last, false, Draw::filtered>, Phase::head>
 // instantiate: decode_phase<DecodeShape<bfloat16, Act::silu, Gate::plain, Rounding::cast_first, Pairing::half_split, QkNorm::full, 2048, 1024, 16, 16, 128, 128, 50304, 16, 78, 11, 16384, 3, 3, Copies::bulk, 4, 2, Probe::last, false, Draw::plain, Mixture<64, 8, Router::softmax_topk, false, 1, 1, false, 0, false, 0, false>>, Phase::experts>
 // instantiate: decode_phase<DecodeShape<bfloat16, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::none, 2880, 2880, 64, 8, 64, 64, 201088, 24, 78, 11, 16384, 6, 5, Copies::bulk, 4, 4, Probe::last, false, Draw::plain, Mixture<32, 4, Router::topk_softmax, true, 1, 1, false, 0, false, 0, true, true>>, Phase::combine>
-// instantiate: decode_phase<DecodeShape<half, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::none, 2880, 2880, 64, 8, 64, 64, 201088, 24, 78, 11, 16384, 6, 5, Copies::bulk, 4, 4, Probe::last, false, Draw::plain, Mixture<32, 4, Router::topk_softmax, true, 1, 1, false, 0, false, 0, true, true>>, Phase::router>
+// instantiate: decode_phase<DecodeShape<half, Act::silu, Gate::clamped, Rounding::scale_first, Pairing::half_split, QkNorm::none, 2880, 2880, 64, 8, 64, 64, 201088, 24, 78, 11, 16384, 6, 5, Copies::bulk, 4, 4, Probe::last, false, Draw::plain, Mixture<32, 4, Router::topk_softmax, true, 1, 1, false, 0, false, 0, true, true>>, Phase::experts>
 #include "device/decode_roles.cuh"
 
 namespace cufuse {
